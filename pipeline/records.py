@@ -1,0 +1,173 @@
+"""What crosses the borders between rooms: requests, completions and the Arrow schemas.
+
+Schemas are fixed and explicit, never inferred: a column of nothing but nulls keeps its type.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+import pyarrow as pa
+
+from pipeline.errors import ConfigError
+
+Status = Literal["ok", "error", "timeout", "skipped"]
+STATUSES: tuple[Status, ...] = ("ok", "error", "timeout", "skipped")
+FAILED: tuple[Status, ...] = ("error", "timeout")  # what --retry-failed generates anew
+FinishReason = Literal["stop", "length"]
+SpeedupBasis = Literal["control_steps", "none"]
+
+
+@dataclass(frozen=True)
+class GenerationRequest:
+    """One row for an engine.
+
+    `row_key` is the row's identity, `<path relative to the input root>:<index in the file>`: with
+    the seed it fixes the sampling noise, so that no retry, batch or actor changes the output.
+    """
+
+    row_key: str
+    prompt_token_ids: Sequence[int]
+
+
+@dataclass
+class GenerationStats:
+    """What a row cost, counted while it was decoded (design: events are counted, rates derived).
+
+    Seconds are the row's share of its steps. `plain_decode_seconds` is what the same tokens would
+    have taken without drafts, from control steps; None when there is not enough evidence.
+    """
+
+    method: str = "plain"
+    prompt_tokens: int = 0
+    cached_prompt_tokens: int = 0
+    completion_tokens: int = 0
+    num_target_forwards: int = 0
+    num_spec_steps: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_draft_tokens: int = 0
+    prefill_seconds: float = 0.0
+    decode_seconds: float = 0.0
+    plain_decode_seconds: float | None = None
+    draft_seconds: float = 0.0  # part of decode_seconds spent in the drafter
+    num_control_steps: int = 0  # plain decode steps observed while this row was decoded
+    control_seconds: float = 0.0  # their time
+
+    @property
+    def draft_acceptance_rate(self) -> float | None:
+        """Accepted / drafted; None without drafts."""
+        if not self.num_draft_tokens:
+            return None
+        return self.num_accepted_draft_tokens / self.num_draft_tokens
+
+    @property
+    def speedup(self) -> float | None:
+        """plain_decode_seconds / decode_seconds; None where unknown or nothing was decoded."""
+        if self.plain_decode_seconds is None or self.decode_seconds <= 0:
+            return None
+        return self.plain_decode_seconds / self.decode_seconds
+
+    @property
+    def speedup_basis(self) -> SpeedupBasis:
+        return "none" if self.speedup is None else "control_steps"
+
+
+@dataclass
+class Completion:
+    """The end of one row: text and statistics, or the reason why there is none."""
+
+    row_key: str
+    status: Status
+    text: str | None = None
+    finish_reason: FinishReason | None = None
+    error_type: str | None = None
+    error: str | None = None
+    stats: GenerationStats = field(default_factory=GenerationStats)
+
+
+# Rows on their way from the reader to the sink carry these, and kept columns between them.
+ADDRESS_FIELDS = [
+    pa.field("source_file", pa.string()),
+    pa.field("source_row", pa.int64()),
+]
+RENDERED_FIELDS = [
+    pa.field("status", pa.string()),  # null: to be generated; else `skipped` or `error`
+    pa.field("error_type", pa.string()),
+    pa.field("error", pa.string()),
+    pa.field("prompt_token_ids", pa.list_(pa.int32())),
+    pa.field("truncated_prompt_tokens", pa.int64()),
+]
+RESULT_FIELDS = [
+    pa.field("status", pa.string()),
+    pa.field("error_type", pa.string()),
+    pa.field("error", pa.string()),
+    pa.field("finish_reason", pa.string()),
+    pa.field("method", pa.string()),
+    pa.field("prompt_tokens", pa.int64()),
+    pa.field("truncated_prompt_tokens", pa.int64()),
+    pa.field("cached_prompt_tokens", pa.int64()),
+    pa.field("completion_tokens", pa.int64()),
+    pa.field("num_target_forwards", pa.int64()),
+    pa.field("num_spec_steps", pa.int64()),
+    pa.field("num_draft_tokens", pa.int64()),
+    pa.field("num_accepted_draft_tokens", pa.int64()),
+    pa.field("draft_acceptance_rate", pa.float64()),
+    pa.field("prefill_seconds", pa.float64()),
+    pa.field("decode_seconds", pa.float64()),
+    pa.field("plain_decode_seconds", pa.float64()),
+    pa.field("speedup", pa.float64()),
+    pa.field("speedup_basis", pa.string()),
+]
+# Evidence for the run summary: the sink adds it into the marker and drops the columns.
+EVIDENCE_FIELDS = [
+    pa.field("_draft_seconds", pa.float64()),
+    pa.field("_num_control_steps", pa.int64()),
+    pa.field("_control_seconds", pa.float64()),
+    pa.field("_idle_seconds", pa.float64()),  # engine idle since the batch before
+    pa.field("_busy_seconds", pa.float64()),
+]
+
+
+def rendered_schema(kept: Iterable[pa.Field]) -> pa.Schema:
+    """Schema between the prompt stage and the actors."""
+    return pa.schema([*ADDRESS_FIELDS, *kept, *RENDERED_FIELDS])
+
+
+def output_schema(text_column: str, kept: Iterable[pa.Field]) -> pa.Schema:
+    """Schema of the published files."""
+    return pa.schema(
+        [
+            *ADDRESS_FIELDS,
+            pa.field("run_id", pa.string()),
+            *kept,
+            pa.field(text_column, pa.string()),
+            *RESULT_FIELDS,
+        ]
+    )
+
+
+def completed_schema(text_column: str, kept: Iterable[pa.Field]) -> pa.Schema:
+    """Schema between the actors and the sink: the output and its evidence."""
+    return pa.schema([*output_schema(text_column, kept), *EVIDENCE_FIELDS])
+
+
+def check_column_names(text_column: str, kept: Sequence[str]) -> None:
+    """Refuse output columns that would collide.
+
+    Raises:
+        ConfigError: naming the key to change.
+    """
+    ours = {f.name for f in [*ADDRESS_FIELDS, *RESULT_FIELDS, *RENDERED_FIELDS]} | {"run_id"}
+    if text_column in ours or text_column.startswith("_"):
+        raise ConfigError("output.text_column", f"{text_column!r} is taken; choose another name")
+    for column in kept:
+        if column == text_column:
+            raise ConfigError(
+                "output.text_column",
+                f"{column!r} is also a kept input column; choose another name",
+            )
+        if column in ours or column.startswith("_"):
+            raise ConfigError(
+                "input.keep_columns",
+                f"{column!r} is a column of the output; rename it in the input or leave it out",
+            )

@@ -1,0 +1,116 @@
+"""Run totals: integers and seconds that add up; every rate is derived from the sums."""
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.compute as pc
+
+
+@dataclass
+class RunTotals:
+    """Sums over rows. Merge with `+`; ratios of sums are properties, never averages of ratios."""
+
+    rows_ok: int = 0
+    rows_error: int = 0
+    rows_timeout: int = 0
+    rows_skipped: int = 0
+    prompt_tokens: int = 0
+    truncated_prompt_tokens: int = 0
+    cached_prompt_tokens: int = 0
+    completion_tokens: int = 0
+    num_target_forwards: int = 0
+    num_spec_steps: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_draft_tokens: int = 0
+    num_control_steps: int = 0
+    prefill_seconds: float = 0.0
+    decode_seconds: float = 0.0
+    draft_seconds: float = 0.0
+    control_seconds: float = 0.0
+    idle_seconds: float = 0.0
+    busy_seconds: float = 0.0
+    # Speedups compare like with like: only rows whose plain time is known.
+    rows_measured: int = 0
+    measured_prefill_seconds: float = 0.0
+    measured_decode_seconds: float = 0.0
+    plain_decode_seconds: float = 0.0
+
+    def __add__(self, other: "RunTotals") -> "RunTotals":
+        mine, theirs = asdict(self), asdict(other)
+        return RunTotals(**{name: mine[name] + theirs[name] for name in mine})
+
+    @classmethod
+    def from_mapping(cls, values: Mapping[str, Any]) -> "RunTotals":
+        """Totals from a marker's body; names that it lacks are zero."""
+        return cls(**{f.name: values[f.name] for f in fields(cls) if f.name in values})
+
+    @classmethod
+    def from_table(cls, table: pa.Table) -> "RunTotals":
+        """Sums over a table of `records.completed_schema`."""
+        status = table.column("status")
+        counts = {f"rows_{v['values']}": v["counts"] for v in pc.value_counts(status).to_pylist()}
+        names = {f.name for f in fields(cls)}
+        sums = {
+            name.lstrip("_"): pc.sum(table.column(name)).as_py() or 0
+            for name in table.column_names
+            if name.lstrip("_") in names and name != "plain_decode_seconds"
+        }
+        measured = table.filter(pc.is_valid(table.column("plain_decode_seconds")))
+        return cls(
+            **counts,
+            **sums,
+            rows_measured=measured.num_rows,
+            measured_prefill_seconds=_sum(measured, "prefill_seconds"),
+            measured_decode_seconds=_sum(measured, "decode_seconds"),
+            plain_decode_seconds=_sum(measured, "plain_decode_seconds"),
+        )
+
+    @property
+    def rows(self) -> int:
+        return self.rows_ok + self.rows_error + self.rows_timeout + self.rows_skipped
+
+    @property
+    def error_rate(self) -> float:
+        """Share of rows that ended in `error`."""
+        return self.rows_error / self.rows if self.rows else 0.0
+
+    @property
+    def draft_acceptance_rate(self) -> float | None:
+        """Accepted / drafted tokens."""
+        if not self.num_draft_tokens:
+            return None
+        return self.num_accepted_draft_tokens / self.num_draft_tokens
+
+    @property
+    def mean_acceptance_length(self) -> float | None:
+        """Tokens per verification: 1 + accepted / verifications (vLLM's definition)."""
+        if not self.num_spec_steps:
+            return None
+        return 1 + self.num_accepted_draft_tokens / self.num_spec_steps
+
+    @property
+    def decode_speedup(self) -> float | None:
+        """Plain decode time / decode time, of the rows where the first is known."""
+        if not self.rows_measured or self.measured_decode_seconds <= 0:
+            return None
+        return self.plain_decode_seconds / self.measured_decode_seconds
+
+    @property
+    def job_speedup(self) -> float | None:
+        """As `decode_speedup`, with the prefill on both sides: the headline."""
+        measured = self.measured_prefill_seconds + self.measured_decode_seconds
+        if not self.rows_measured or measured <= 0:
+            return None
+        return (self.measured_prefill_seconds + self.plain_decode_seconds) / measured
+
+    @property
+    def idle_share(self) -> float | None:
+        """Share of the engines' time between first and last row with nothing to do."""
+        whole = self.idle_seconds + self.busy_seconds
+        return self.idle_seconds / whole if whole > 0 else None
+
+
+def _sum(table: pa.Table, column: str) -> float:
+    return float(pc.sum(table.column(column)).as_py() or 0.0)

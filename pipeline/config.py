@@ -35,8 +35,8 @@ class PromptConfig(Section):
     system: str | None = Field(None, description="System turn of chat models; unset: none.")
     style: Literal["auto", "chat", "plain"] = Field(
         "auto",
-        description="`chat` goes through the tokenizer's chat template, `plain` does not; `auto` is "
-        "chat where the tokenizer has a template.",
+        description="`chat` goes through the tokenizer's chat template, `plain` does not; `auto` "
+        "is chat where the tokenizer has a template.",
     )
     few_shot: list[dict[str, str]] = Field(
         [],
@@ -296,7 +296,8 @@ def _first_problem(error: ValidationError) -> ConfigError:
     if not location:  # a check over several sections names its own key
         key, _, message = message.partition(": ")
         return ConfigError(key, message)
-    same = [p["msg"] for p in error.errors() if list(map(str, p["loc"]))[: len(location)] == location]
+    depth = len(location)
+    same = [p["msg"] for p in error.errors() if [str(x) for x in p["loc"][:depth]] == location]
     message = " or ".join(dict.fromkeys(m.removeprefix("Value error, ") for m in same))
     given = problem.get("input")
     shown = "" if isinstance(given, dict) else f" (got {given!r})"

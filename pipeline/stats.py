@@ -1,7 +1,7 @@
 """Run totals: integers and seconds that add up; every rate is derived from the sums."""
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from typing import Any
 
 import pyarrow as pa
@@ -38,7 +38,7 @@ class RunTotals:
     plain_decode_seconds: float = 0.0
 
     def __add__(self, other: "RunTotals") -> "RunTotals":
-        mine, theirs = asdict(self), asdict(other)
+        mine, theirs = vars(self), vars(other)
         return RunTotals(**{name: mine[name] + theirs[name] for name in mine})
 
     @classmethod

@@ -1,0 +1,178 @@
+"""The lease of an output folder: one run at a time, and a dead run's is taken over.
+
+A heartbeat counter says that the holder lives. Clocks of hosts differ, so nobody compares
+timestamps: a newcomer watches the counter for one period on its own monotonic clock. A holder on
+this host whose process is gone is taken over at once, so that "kill -9, same command" just works.
+"""
+
+import json
+import os
+import socket
+import threading
+import time
+import uuid
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from filelock import FileLock
+
+from pipeline.errors import LockedError, RunFailed
+from pipeline.store.files import Store
+from pipeline.store.plan import RUN_FOLDER
+
+LEASE_NAME = f"{RUN_FOLDER}/lease.json"
+PERIOD_S = 30.0
+
+
+@dataclass
+class _Holder:
+    token: str
+    run_id: str
+    host: str
+    pid: int
+    process_start: str  # a pid is reused, with another start time
+    counter: int = 0
+
+    def to_json(self) -> bytes:
+        return json.dumps(asdict(self)).encode()
+
+    def __str__(self) -> str:
+        return f"run {self.run_id}, process {self.pid} on {self.host.partition('/')[0]}"
+
+
+class Lease:
+    """Context manager that holds the lease and keeps its heartbeat in a thread.
+
+    Raises on entry:
+        LockedError: a living run holds it.
+    """
+
+    def __init__(self, store: Store, run_id: str, period_s: float = PERIOD_S) -> None:
+        self._store = store
+        self._period_s = period_s
+        pid = os.getpid()
+        self._me = _Holder(uuid.uuid4().hex, run_id, _host(), pid, _process_start(pid) or "")
+        self._stop = threading.Event()
+        self._lost = False
+        self._thread: threading.Thread | None = None
+
+    def __enter__(self) -> "Lease":
+        self._acquire()
+        self._thread = threading.Thread(target=self._beat, name="lease", daemon=True)
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._stop.set()
+        if self._thread:
+            self._thread.join()
+        if not self._lost and _same(_read(self._store), self._me):
+            self._store.delete([LEASE_NAME])
+
+    def check(self) -> None:
+        """Raise RunFailed when another run has taken the lease."""
+        if self._lost:
+            raise RunFailed(
+                "another run took over this output; this one stops before its next commit"
+            )
+
+    def _acquire(self) -> None:
+        with _one_at_a_time(self._store):
+            if self._try():
+                return
+            seen = _read(self._store)
+        if seen is None:  # released in between
+            return self._acquire()
+        self._watch(seen)
+        with _one_at_a_time(self._store):
+            now = _read(self._store)
+            if now is not None and asdict(now) != asdict(seen):
+                raise _locked(now)
+            self._store.delete([LEASE_NAME])
+            if not self._try():
+                raise _locked(_read(self._store) or seen)
+
+    def _try(self) -> bool:
+        holder = _read(self._store)
+        if holder is not None and _is_dead(holder):
+            self._store.delete([LEASE_NAME])
+        return self._store.create(LEASE_NAME, self._me.to_json())
+
+    def _watch(self, seen: _Holder) -> None:
+        """Return if the counter stands still for a period."""
+        if seen.host == _host():  # alive: we would have seen it dead
+            raise _locked(seen)
+        deadline = time.monotonic() + self._period_s
+        while time.monotonic() < deadline:
+            time.sleep(min(1.0, self._period_s / 10))
+            now = _read(self._store)
+            if now is None:
+                return
+            if asdict(now) != asdict(seen):
+                raise _locked(now)
+
+    def _beat(self) -> None:
+        """Count up, five times per period; a lease that is not ours any more is lost."""
+        while not self._stop.wait(self._period_s / 5):
+            with _one_at_a_time(self._store):
+                if not _same(_read(self._store), self._me):
+                    self._lost = True
+                    return
+                self._me.counter += 1
+                self._store.put(LEASE_NAME, self._me.to_json())
+
+
+def _read(store: Store) -> _Holder | None:
+    try:
+        return _Holder(**json.loads(store.read(LEASE_NAME)))
+    except FileNotFoundError:
+        return None
+
+
+def _same(holder: _Holder | None, me: _Holder) -> bool:
+    return holder is not None and holder.token == me.token
+
+
+def _locked(holder: _Holder) -> LockedError:
+    return LockedError(
+        f"output.path: {holder} is at work here; wait for it, or stop it and run again"
+    )
+
+
+def _is_dead(holder: _Holder) -> bool:
+    """Only a process of this host can be known to be dead."""
+    return holder.host == _host() and _process_start(holder.pid) != holder.process_start
+
+
+def _host() -> str:
+    """Host name and boot: after a reboot every process of before is gone."""
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    return f"{socket.gethostname()}/{boot.read_text().strip() if boot.exists() else ''}"
+
+
+def _process_start(pid: int) -> str | None:
+    """Start time of a process in clock ticks since boot; None if there is none (or a zombie)."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except FileNotFoundError:
+        return None
+    except OSError:
+        return ""
+    return None if fields[0] == "Z" else fields[19]
+
+
+def _one_at_a_time(store: Store) -> Any:
+    """Serialise read-then-write of the lease among processes of this host."""
+    if not store.is_local:
+        return nullcontext()
+    folder = Path(store.path(RUN_FOLDER))
+    folder.mkdir(parents=True, exist_ok=True)
+    return FileLock(folder / ".lease.lock")

@@ -1,0 +1,147 @@
+"""Ray Data source: one read task and one block per unit.
+
+Ray merges and cuts blocks by size as it likes; a task that reads one unit keeps block = unit =
+commit all the way to the sink (see `run.py` for the context flags that this needs).
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import fsspec
+import pyarrow as pa
+import pyarrow.parquet as pq
+from ray.data.block import BlockMetadata
+from ray.data.datasource import Datasource, ReadTask
+
+from pipeline.records import ADDRESS_FIELDS
+from pipeline.store.plan import Unit
+
+_BATCH_ROWS = 256  # decoded at once: rows may be megabytes each
+
+
+class UnitSource(Datasource):  # type: ignore[misc]
+    """Reads units of Parquet files, with the address of each row in front of its columns."""
+
+    def __init__(
+        self, units: Sequence[Unit], schema: pa.Schema, storage_options: dict[str, Any]
+    ) -> None:
+        """`schema`: the columns to read, in the types that every file is cast to."""
+        self._units = list(units)
+        self._schema = schema
+        self._options = storage_options
+
+    @property
+    def num_units(self) -> int:
+        return len(self._units)
+
+    def estimate_inmemory_data_size(self) -> int | None:
+        return None
+
+    def get_read_tasks(
+        self, parallelism: int, per_task_row_limit: int | None = None, data_context: Any = None
+    ) -> list[ReadTask]:
+        """One task per unit, whatever parallelism Ray would like."""
+        return [self._read_task(unit) for unit in self._units]
+
+    def _read_task(self, unit: Unit) -> ReadTask:
+        schema, options = self._schema, self._options
+
+        def read() -> Iterable[pa.Table]:
+            return [read_unit(unit, schema, options)]
+
+        metadata = BlockMetadata(
+            num_rows=unit.num_rows, size_bytes=None, input_files=[unit.file.path], exec_stats=None
+        )
+        return ReadTask(read, metadata, pa.schema([*ADDRESS_FIELDS, *schema]))
+
+
+def read_unit(unit: Unit, schema: pa.Schema, options: dict[str, Any]) -> pa.Table:
+    """The unit's rows: `source_file`, `source_row`, then the columns of `schema`."""
+    rows = _cursor(unit, schema.names, options).read(unit.start, unit.stop)
+    rows = cast_rows(rows.select(schema.names), schema)
+    address = [
+        pa.array([unit.file.name] * unit.num_rows, pa.string()),
+        pa.array(range(unit.start, unit.stop), pa.int64()),
+    ]
+    return pa.table([*address, *rows.columns], schema=pa.schema([*ADDRESS_FIELDS, *schema]))
+
+
+def cast_rows(rows: pa.Table, schema: pa.Schema) -> pa.Table:
+    """Cast storage variants (large_string, dictionary, null) to the schema's types.
+
+    Invalid UTF-8 must survive to become its own row's error, so strings are cast unchecked.
+    """
+    columns = []
+    for column, field in zip(rows.columns, schema, strict=True):
+        if pa.types.is_dictionary(column.type):
+            column = column.cast(column.type.value_type, safe=False)
+        columns.append(column.cast(field.type, safe=not pa.types.is_string(field.type)))
+    return pa.table(columns, schema=schema)
+
+
+class _Cursor:
+    """An open file read forwards, so that units of one large row group decode it once."""
+
+    def __init__(self, unit: Unit, columns: list[str], options: dict[str, Any]) -> None:
+        self.key = (unit.file.path, unit.file.digest, tuple(columns))
+        fs, path = fsspec.core.url_to_fs(unit.file.path, **options)
+        self._handle = fs.open(path, "rb")
+        self._parquet = pq.ParquetFile(self._handle)
+        self._columns = columns
+        self._groups = unit.file.row_groups
+        self._batches: Iterator[pa.RecordBatch] = iter(())
+        self._position = 0  # row that the next batch begins with
+        self._rest: pa.Table | None = None  # decoded, not yet handed out; ends at _position
+        self._seek(unit.start)
+
+    def read(self, start: int, stop: int) -> pa.Table:
+        """Rows [start, stop)."""
+        at = self._position - (self._rest.num_rows if self._rest is not None else 0)
+        if start < at or self._group_of(start) > self._group_of(max(self._position - 1, 0)):
+            self._seek(start)
+            at = self._position
+        pieces = [self._rest] if self._rest is not None else []
+        while self._position < stop:
+            pieces.append(self._next_batch())
+            if self._position <= start:  # skip without piling up
+                pieces, at = [], self._position
+        rows = pa.concat_tables(pieces)
+        self._rest = rows.slice(stop - at)
+        return rows.slice(start - at, stop - start)
+
+    def close(self) -> None:
+        self._handle.close()
+
+    def _next_batch(self) -> pa.Table:
+        batch = next(self._batches)
+        self._position += batch.num_rows
+        return pa.Table.from_batches([batch])
+
+    def _seek(self, row: int) -> None:
+        group = self._group_of(row)
+        self._position = sum(self._groups[:group])
+        self._rest = None
+        self._batches = self._parquet.iter_batches(
+            _BATCH_ROWS, row_groups=range(group, len(self._groups)), columns=self._columns
+        )
+
+    def _group_of(self, row: int) -> int:
+        end = 0
+        for group, rows in enumerate(self._groups):
+            end += rows
+            if row < end:
+                return group
+        return max(len(self._groups) - 1, 0)
+
+
+_open: list[_Cursor] = []  # at most one per process
+
+
+def _cursor(unit: Unit, columns: list[str], options: dict[str, Any]) -> _Cursor:
+    """This process's cursor if it is at the unit's file, else a new one."""
+    key = (unit.file.path, unit.file.digest, tuple(columns))
+    if _open and _open[0].key != key:
+        _open.pop().close()
+    if not _open:
+        _open.append(_Cursor(unit, columns, options))
+    return _open[0]

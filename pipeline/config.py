@@ -68,7 +68,7 @@ class InputConfig(Section):
     max_rows: int | None = Field(None, ge=1, description="Take only the first rows of the corpus.")
     unit_rows: Literal["auto"] | int = Field(
         "auto",
-        description="Rows per unit of work and commit; `auto`: rows / (32 x actors), 1 to 4096.",
+        description="Rows per unit of work and commit; `auto`: rows / (32 x actors), 1 to 512.",
     )
     storage_options: dict[str, Any] = Field({}, description="fsspec options of the input store.")
 

@@ -41,6 +41,10 @@ class RunTotals:
         mine, theirs = vars(self), vars(other)
         return RunTotals(**{name: mine[name] + theirs[name] for name in mine})
 
+    def __sub__(self, other: "RunTotals") -> "RunTotals":
+        mine, theirs = vars(self), vars(other)
+        return RunTotals(**{name: mine[name] - theirs[name] for name in mine})
+
     @classmethod
     def from_mapping(cls, values: Mapping[str, Any]) -> "RunTotals":
         """Totals from a marker's body; names that it lacks are zero."""

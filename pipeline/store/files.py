@@ -39,7 +39,7 @@ class Store:
     def exists(self, name: str) -> bool:
         return bool(self.fs.exists(self.path(name)))
 
-    def list(self, folder: str = "") -> list[str]:
+    def names(self, folder: str = "") -> list[str]:
         """Names of the objects directly in a folder, sorted; empty where there is no folder."""
         self.fs.invalidate_cache(self.path(folder))
         try:
@@ -49,6 +49,15 @@ class Store:
         prefix = f"{folder}/" if folder else ""
         names = (e["name"].rstrip("/").rsplit("/", 1)[-1] for e in entries if e["type"] == "file")
         return sorted(prefix + name for name in names if not name.startswith(".tmp-"))
+
+    def modified(self, folder: str) -> list[tuple[str, float]]:
+        """(name without its folder, Unix seconds by the store's clock) of a folder's objects."""
+        found = []
+        for entry in self.fs.ls(self.path(folder), detail=True):
+            when = entry.get("mtime", entry.get("LastModified"))
+            seconds = when.timestamp() if hasattr(when, "timestamp") else float(when or 0.0)
+            found.append((entry["name"].rstrip("/").rsplit("/", 1)[-1], seconds))
+        return found
 
     def read(self, name: str) -> bytes:
         return bytes(self.fs.cat_file(self.path(name)))

@@ -17,6 +17,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+import psutil
 from filelock import FileLock
 
 from pipeline.errors import LockedError, RunFailed
@@ -130,6 +131,12 @@ class Lease:
                 self._store.put(LEASE_NAME, self._me.to_json())
 
 
+def describe_holder(store: Store) -> str | None:
+    """Who holds the lease, for a person; None if nobody, or only a process known to be dead."""
+    holder = _read(store)
+    return None if holder is None or _is_dead(holder) else str(holder)
+
+
 def _read(store: Store) -> _Holder | None:
     try:
         return _Holder(**json.loads(store.read(LEASE_NAME)))
@@ -159,14 +166,14 @@ def _host() -> str:
 
 
 def _process_start(pid: int) -> str | None:
-    """Start time of a process in clock ticks since boot; None if there is none (or a zombie)."""
+    """When a process of this host started; None if there is none (or only its zombie)."""
     try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except FileNotFoundError:
+        process = psutil.Process(pid)
+        return None if process.status() == psutil.STATUS_ZOMBIE else str(process.create_time())
+    except psutil.NoSuchProcess:
         return None
-    except OSError:
+    except psutil.AccessDenied:
         return ""
-    return None if fields[0] == "Z" else fields[19]
 
 
 def _one_at_a_time(store: Store) -> Any:

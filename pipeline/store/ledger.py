@@ -199,7 +199,7 @@ class Ledger:
         return old is None
 
     def _new_names(self, folder: str) -> list[str]:
-        names = [name for name in self._store.list(folder) if name not in self._seen]
+        names = [name for name in self._store.names(folder) if name not in self._seen]
         self._seen.update(names)
         return names
 

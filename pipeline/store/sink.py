@@ -16,18 +16,21 @@ from pipeline.stats import RunTotals
 from pipeline.store.files import Store
 from pipeline.store.ledger import Commit, write_marker
 from pipeline.store.listing import file_id
+from pipeline.store.plan import Plan
 
 COMPRESSION = "zstd"
 
 
 class CommitSink(Datasink[list[str]]):  # type: ignore[misc]
-    """Writes each run of consecutive rows as one attempt: a retried task commits anew, and readers
-    take one commit per range."""
+    """Writes each unit as one attempt: a retried task commits anew, readers take one of them."""
 
-    def __init__(self, store: Store, schema: pa.Schema, run_id: str, generation: int) -> None:
+    def __init__(
+        self, store: Store, schema: pa.Schema, plan: Plan, run_id: str, generation: int
+    ) -> None:
         """`schema`: `records.completed_schema`."""
         self._store = store
         self._schema = schema
+        self._rows_per_file, self._unit_rows = plan.rows_per_file, plan.unit_rows
         self._run_id = run_id
         self._generation = generation
 
@@ -36,8 +39,22 @@ class CommitSink(Datasink[list[str]]):  # type: ignore[misc]
         return [
             commit_rows(self._store, rows, self._run_id, self._generation)
             for block in blocks
-            for rows in consecutive(block.cast(self._schema))
+            for rows in self._units(block.cast(self._schema))
         ]
+
+    def _units(self, block: pa.Table) -> Iterator[pa.Table]:
+        """Cut a block into units: normally it is one, but Ray may have joined some."""
+        files = block.column("source_file").to_pylist()
+        rows = block.column("source_row").to_pylist()
+        begin = 0
+        for i in range(1, len(rows) + 1):
+            if (
+                i == len(rows)
+                or (files[i], rows[i]) != (files[i - 1], rows[i - 1] + 1)
+                or rows[i] % self._rows_per_file % self._unit_rows == 0
+            ):
+                yield block.slice(begin, i - begin)
+                begin = i
 
 
 def commit_rows(store: Store, rows: pa.Table, run_id: str, generation: int) -> str:
@@ -63,17 +80,6 @@ def commit_rows(store: Store, rows: pa.Table, run_id: str, generation: int) -> s
     body = {"source_file": source_file, "data": commit.data, "bytes": len(data), "run_id": run_id}
     write_marker(store, commit.marker, body, totals)
     return commit.marker
-
-
-def consecutive(block: pa.Table) -> Iterator[pa.Table]:
-    """Cut a block where the file changes or rows are not neighbours; normally it is one piece."""
-    files = block.column("source_file").to_pylist()
-    rows = block.column("source_row").to_pylist()
-    begin = 0
-    for i in range(1, len(rows) + 1):
-        if i == len(rows) or (files[i], rows[i]) != (files[i - 1], rows[i - 1] + 1):
-            yield block.slice(begin, i - begin)
-            begin = i
 
 
 def to_parquet(table: pa.Table, metadata: dict[str, Any] | None = None) -> bytes:

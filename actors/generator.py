@@ -1,0 +1,205 @@
+"""The generation actor: an async Ray Data callable in front of one engine thread.
+
+Several batches are in flight at once, so that the engine stays full across their edges. Plain
+class: Ray Data makes it an actor; tests use it without a cluster.
+"""
+
+import asyncio
+import queue
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any
+
+import pyarrow as pa
+
+from pipeline.decoding.engine import Engine
+from pipeline.records import (
+    EVIDENCE_FIELDS,
+    RESULT_FIELDS,
+    Completion,
+    GenerationRequest,
+    completed_schema,
+)
+
+EngineFactory = Callable[[], Engine]
+
+
+class GenerationActor:
+    """Turns tables of `records.rendered_schema` into tables of `records.completed_schema`."""
+
+    def __init__(
+        self, engine_factory: EngineFactory, kept: list[pa.Field], text_column: str, run_id: str
+    ) -> None:
+        self._schema = completed_schema(text_column, kept)
+        self._kept = [field.name for field in kept]
+        self._text_column = text_column
+        self._run_id = run_id
+        self._thread = EngineThread(engine_factory())
+
+    async def __call__(self, rows: pa.Table) -> pa.Table:
+        """One output row per input row, in order; one block per call, so that replays agree."""
+        futures = self._submit(rows)
+        finished = await asyncio.gather(*(asyncio.wrap_future(f) for f in futures if f))
+        results = iter(finished)
+        completions = [next(results) if future else None for future in futures]
+        return self._table(rows, completions)
+
+    def _submit(self, rows: pa.Table) -> list["Future[Completion] | None"]:
+        """Queue the rows that the prompt stage let through."""
+        files = rows.column("source_file").to_pylist()
+        indices = rows.column("source_row").to_pylist()
+        statuses = rows.column("status").to_pylist()
+        prompts = rows.column("prompt_token_ids").to_pylist()
+        return [
+            None
+            if status is not None
+            else self._thread.submit(GenerationRequest(f"{file}:{index}", prompt))
+            for file, index, status, prompt in zip(files, indices, statuses, prompts, strict=True)
+        ]
+
+    def _table(self, rows: pa.Table, completions: list[Completion | None]) -> pa.Table:
+        count = rows.num_rows
+        results = [
+            _failed_in_prompt(row) if completion is None else _result(completion, row)
+            for row, completion in zip(_stage_results(rows), completions, strict=True)
+        ]
+        idle, busy = self._thread.take_times()
+        evidence = [_evidence(completion) for completion in completions]
+        if evidence:  # the batch's share of the engine's time, in its first row
+            evidence[0] |= {"_idle_seconds": idle, "_busy_seconds": busy}
+        columns: dict[str, Any] = {
+            "source_file": rows.column("source_file"),
+            "source_row": rows.column("source_row"),
+            "run_id": [self._run_id] * count,
+            **{name: rows.column(name) for name in self._kept},
+            self._text_column: [c.text if c else None for c in completions],
+            **{f.name: [result.get(f.name) for result in results] for f in RESULT_FIELDS},
+            **{f.name: [row.get(f.name) for row in evidence] for f in EVIDENCE_FIELDS},
+        }
+        arrays = [
+            columns[f.name]
+            if isinstance(columns[f.name], pa.ChunkedArray)
+            else pa.array(columns[f.name], f.type)
+            for f in self._schema
+        ]
+        return pa.table(arrays, schema=self._schema)
+
+
+def _stage_results(rows: pa.Table) -> list[dict[str, Any]]:
+    names = ["status", "error_type", "error", "truncated_prompt_tokens"]
+    result: list[dict[str, Any]] = rows.select(names).to_pylist()
+    return result
+
+
+def _failed_in_prompt(row: dict[str, Any]) -> dict[str, Any]:
+    """A row that never reached the engine: nothing was generated or measured."""
+    counts = {f.name: 0 for f in RESULT_FIELDS if pa.types.is_integer(f.type)}
+    return {**counts, **row, "speedup_basis": "none"}
+
+
+def _result(completion: Completion, row: dict[str, Any]) -> dict[str, Any]:
+    stats = completion.stats
+    return {
+        **vars(stats),
+        "status": completion.status,
+        "error_type": completion.error_type,
+        "error": completion.error,
+        "finish_reason": completion.finish_reason,
+        "truncated_prompt_tokens": row["truncated_prompt_tokens"] or 0,
+        "draft_acceptance_rate": stats.draft_acceptance_rate,
+        "speedup": stats.speedup,
+        "speedup_basis": stats.speedup_basis,
+    }
+
+
+def _evidence(completion: Completion | None) -> dict[str, Any]:
+    if completion is None:
+        return {}
+    stats = completion.stats
+    return {
+        "_draft_seconds": stats.draft_seconds,
+        "_num_control_steps": stats.num_control_steps,
+        "_control_seconds": stats.control_seconds,
+    }
+
+
+class EngineThread:
+    """Drives an engine from one thread of its own: submit rows, get futures.
+
+    An `EngineError`, or any exception that is not a row's, fails every row in flight: the caller
+    sees it, and the rows are given out again elsewhere.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._inbox: queue.SimpleQueue[tuple[GenerationRequest, Future[Completion]]] = (
+            queue.SimpleQueue()
+        )
+        # A row may be in flight twice when Ray retries a task that it believed lost.
+        self._waiting: defaultdict[str, list[Future[Completion]]] = defaultdict(list)
+        self._idle = self._busy = 0.0
+        self._times = threading.Lock()
+        self._failure: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        self._thread.start()
+
+    def submit(self, request: GenerationRequest) -> "Future[Completion]":
+        """Queue a row; the future ends with its completion or the engine's failure."""
+        future: Future[Completion] = Future()
+        self._inbox.put((request, future))
+        if self._failure is not None:
+            self._fail_inbox(self._failure)
+        return future
+
+    def take_times(self) -> tuple[float, float]:
+        """(idle, busy) seconds since the last call. Waiting for the first row is not idleness."""
+        with self._times:
+            times = self._idle, self._busy
+            self._idle = self._busy = 0.0
+        return times
+
+    def _run(self) -> None:
+        try:
+            self._accept(block=True)
+            while True:
+                started = time.perf_counter()
+                completions = self._engine.step() if self._engine.num_unfinished else []
+                stepped = time.perf_counter()
+                for completion in completions:
+                    self._waiting[completion.row_key].pop(0).set_result(completion)
+                    if not self._waiting[completion.row_key]:
+                        del self._waiting[completion.row_key]
+                self._accept(block=not self._engine.num_unfinished)
+                with self._times:
+                    self._busy += stepped - started
+                    self._idle += time.perf_counter() - stepped
+        except BaseException as error:
+            self._fail(error)
+
+    def _accept(self, block: bool) -> None:
+        """Move waiting rows into the engine; with `block`, wait for the first."""
+        try:
+            request, future = self._inbox.get(block=block)
+            while True:
+                self._waiting[request.row_key].append(future)
+                self._engine.add_request(request)
+                request, future = self._inbox.get_nowait()
+        except queue.Empty:
+            return
+
+    def _fail(self, error: BaseException) -> None:
+        self._failure = error
+        for futures in self._waiting.values():
+            for future in futures:
+                future.set_exception(error)
+        self._fail_inbox(error)
+
+    def _fail_inbox(self, error: BaseException) -> None:
+        while True:
+            try:
+                self._inbox.get_nowait()[1].set_exception(error)
+            except queue.Empty:
+                return

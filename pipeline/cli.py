@@ -1,0 +1,87 @@
+"""The command line that the generation jobs share. Heavy imports wait until they are needed."""
+
+import logging
+import os
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from pipeline.config import Task, dump_yaml, load_config
+from pipeline.errors import ConfigError, DraftmillError
+
+
+def make_app(task: Task, about: str) -> typer.Typer:
+    """The Typer app of a job."""
+    app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+
+    @app.command(help=about)
+    def main(
+        config: Annotated[
+            list[Path] | None,
+            typer.Option(help="YAML file; repeat it to lay one over another, later wins."),
+        ] = None,
+        set_: Annotated[
+            list[str] | None,
+            typer.Option("--set", metavar="KEY=VALUE", help="Override, as in decoding.seed=7."),
+        ] = None,
+        dry_run: Annotated[
+            bool, typer.Option("--dry-run", help="Say what would be done; load no model.")
+        ] = False,
+        print_config: Annotated[
+            bool, typer.Option("--print-config", help="Print the resolved config and stop.")
+        ] = False,
+        new_run: Annotated[
+            bool, typer.Option("--new-run", help="Discard the results in output.path first.")
+        ] = False,
+        retry_failed: Annotated[
+            bool, typer.Option("--retry-failed", help="Generate failed rows anew.")
+        ] = False,
+    ) -> None:
+        with errors_to_exit_codes():
+            if new_run and retry_failed:
+                raise ConfigError("--retry-failed", "goes with the old run; leave out --new-run")
+            loaded = load_config(config or [], set_ or [], task=task)
+            if print_config:
+                print(dump_yaml(loaded), end="")
+                return
+            _quiet_libraries()
+            if dry_run:
+                from pipeline.dryrun import dry_run as show_plan
+
+                show_plan(loaded, new_run=new_run, retry_failed=retry_failed)
+                return
+            from pipeline.run import Options, run
+
+            code = run(loaded, Options(new_run=new_run, retry_failed=retry_failed))
+            raise typer.Exit(code)
+
+    return app
+
+
+class errors_to_exit_codes:
+    """Context manager: an expected error becomes one line on stderr and its exit code."""
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, DraftmillError):
+            print(f"error: {error}", file=sys.stderr, flush=True)
+            if os.environ.get("DRAFTMILL_DEBUG"):
+                raise error
+            raise typer.Exit(error.exit_code) from None
+        if isinstance(error, KeyboardInterrupt):
+            raise typer.Exit(130) from None
+
+
+def _quiet_libraries() -> None:
+    """Our own messages at INFO; of the libraries only warnings, and no bars of theirs."""
+    logging.basicConfig(
+        level=logging.WARNING, format="%(asctime)s  %(message)s", datefmt="%H:%M:%S"
+    )
+    logging.getLogger("pipeline").setLevel(logging.INFO)
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")

@@ -1,0 +1,99 @@
+"""`--dry-run`: what a run would do and need, from footers, a few rows and the model's config."""
+
+from typing import Any
+
+import psutil
+
+from pipeline.config import RunConfig
+from pipeline.decoding.checkpoint import estimate_memory, read_config
+from pipeline.decoding.loading import load_checkpoint_tokenizer
+from pipeline.prepare import Job, plan_run, prepare
+from pipeline.prompts import PromptRenderer, estimate_prompt_tokens
+from pipeline.store.ledger import Ledger
+from pipeline.store.plan import Plan
+from pipeline.store.publish import failed_units
+from pipeline.store.source import read_unit
+
+_SAMPLE_UNITS = 8
+_SHOWN = 20
+GIB = 1 << 30
+
+
+def dry_run(config: RunConfig, *, new_run: bool, retry_failed: bool) -> None:
+    """Print the plan; load no model, write nothing.
+
+    Raises:
+        ConfigError: as the run itself would.
+    """
+    job = prepare(config)
+    plan, stored = plan_run(job, new_run=new_run)
+    ledger = Ledger(job.store)
+    if stored is not None:
+        ledger.refresh()
+    _print_files(job, plan)
+    units = list(ledger.pending_cells(plan))
+    if retry_failed and not units:
+        units = failed_units(job.store, plan, ledger, ledger.newest_generation + 1)
+    rows = sum(unit.num_rows for unit in units)
+    print(f"rows       {plan.num_rows:,}, of which {plan.num_rows - rows:,} already done")
+    print(f"units      {len(units):,} to do, of {plan.unit_rows:,} rows at most")
+    if units:
+        print(f"prompts    {_prompt_tokens(job, units, rows)}")
+    print(f"output     {job.store.url}, {sum(1 for _ in plan.parts()):,} files")
+    print(f"model      {config.model.target}, {job.resolved.dtype} on {job.resolved.device}")
+    for line in _memory(job):
+        print(line)
+
+
+def _print_files(job: Job, plan: Plan) -> None:
+    print(f"input      {len(plan.files):,} files below {job.listing.root}")
+    for file in plan.files[:_SHOWN]:
+        print(f"           {file.name}: {file.num_rows:,} rows")
+    if len(plan.files) > _SHOWN:
+        print(f"           and {len(plan.files) - _SHOWN:,} more")
+    for name, reason in job.listing.skipped[:_SHOWN]:
+        print(f"skipped    {name}: {reason}")
+    if len(job.listing.skipped) > _SHOWN:
+        print(f"skipped    {len(job.listing.skipped) - _SHOWN:,} more")
+
+
+def _prompt_tokens(job: Job, units: list[Any], rows: int) -> str:
+    """Estimate from a few units spread over the work."""
+    limit = job.resolved.max_model_len - job.config.decoding.max_new_tokens
+    renderer = PromptRenderer(job.config, load_checkpoint_tokenizer(job.checkpoint), limit)
+    step = max(1, len(units) // _SAMPLE_UNITS)
+    sampled = tokens = 0
+    for unit in units[::step][:_SAMPLE_UNITS]:
+        table = read_unit(unit, job.schema, job.config.input.storage_options).slice(0, 64)
+        tokens += estimate_prompt_tokens(renderer, table)
+        sampled += table.num_rows
+    mean = tokens / sampled
+    return f"about {mean * rows:,.0f} tokens ({mean:,.0f} a row, by a sample of {sampled:,})"
+
+
+def _memory(job: Job) -> list[str]:
+    """Weights and KV cache against what the device has."""
+    size = estimate_memory(read_config(job.checkpoint), job.resolved.dtype, job.checkpoint)
+    length = job.resolved.max_model_len
+    slot = size.kv_bytes_per_token * length
+    free = _free_bytes(job.resolved.device) // (
+        job.config.resources.num_actors if job.resolved.device == "cpu" else 1
+    )
+    weights = size.weight_bytes
+    lines = [
+        f"weights    {weights / GIB:.2f} GiB per actor" if weights else "weights    unknown yet",
+        f"KV cache   {size.kv_bytes_per_token:,} bytes a token, {slot / GIB:.3f} GiB a slot of "
+        f"{length:,} tokens",
+    ]
+    if weights is not None:
+        fit = max(0, int((0.9 * free - weights) // slot))
+        lines.append(f"slots      {fit:,} fit in 90 % of the {free / GIB:.1f} GiB free per actor")
+    return lines
+
+
+def _free_bytes(device: str) -> int:
+    if device == "cpu":
+        return int(psutil.virtual_memory().available)
+    import torch
+
+    return int(torch.cuda.mem_get_info()[0]) if torch.cuda.is_available() else 0

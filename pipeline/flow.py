@@ -1,0 +1,168 @@
+"""The Ray side of a run: cluster, CPU shares and the data flow from source to sink."""
+
+import functools
+import logging
+import math
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import ray
+import ray.data
+
+from actors.generator import EngineFactory, GenerationActor
+from actors.prompter import PromptActor
+from pipeline.config import RunConfig
+from pipeline.decoding.reference import build_engine
+from pipeline.errors import ConfigError
+from pipeline.prepare import Job
+from pipeline.records import completed_schema
+from pipeline.store.plan import Plan, Unit
+from pipeline.store.sink import CommitSink
+from pipeline.store.source import UnitSource
+
+TASK_CPUS = 0.1  # what reading, rendering, committing and publishing reserve, each
+_CPUS_LEFT_FREE = 0.5
+_READ_TASKS = 2  # each decodes a row group forwards; more would decode it again
+_BATCHES_IN_FLIGHT = 4
+
+
+@dataclass(frozen=True)
+class Shares:
+    """What each generation actor reserves."""
+
+    num_cpus: float
+    num_gpus: float
+
+    @property
+    def threads(self) -> int:
+        return max(1, math.ceil(self.num_cpus))
+
+
+def start_ray() -> bool:
+    """Connect to the cluster of RAY_ADDRESS or start one here; whether it was started."""
+    # Idle OpenMP threads must not spin: two processes on the same cores then halve each other.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    os.environ.setdefault("RAY_DATA_DISABLE_PROGRESS_BARS", "1")
+    if ray.is_initialized():
+        return False
+    ray.init(
+        include_dashboard=False,
+        logging_level=logging.WARNING,
+        runtime_env={"env_vars": {"OMP_WAIT_POLICY": os.environ["OMP_WAIT_POLICY"]}},
+    )
+    return True
+
+
+def stop_ray() -> None:
+    """Stop the cluster that `start_ray` started."""
+    ray.shutdown()
+
+
+def model_engine(job: Job, shares: Shares) -> EngineFactory:
+    """Factory of the configured model's engine, to be called on the actor."""
+    return functools.partial(
+        build_engine,
+        job.config,
+        dtype=job.resolved.dtype,
+        device=job.resolved.device,
+        max_model_len=job.resolved.max_model_len,
+        num_cpus=shares.num_cpus,
+    )
+
+
+def plan_shares(config: RunConfig, num_gpus: float) -> Shares:
+    """Reservations per actor, such that all actors run and tasks still find room.
+
+    Raises:
+        ConfigError: the actors do not fit the cluster; the message has the arithmetic.
+    """
+    cluster = ray.cluster_resources()
+    cores, gpus = cluster.get("CPU", 0.0), cluster.get("GPU", 0.0)
+    actors, asked = config.resources.num_actors, config.resources.num_cpus
+    if num_gpus * actors > gpus:
+        raise ConfigError(
+            "resources.num_gpus",
+            f"{actors} actors x {num_gpus:g} is more than the cluster's {gpus:g} GPUs; lower it "
+            "or resources.num_actors",
+        )
+    if asked != "auto":
+        num_cpus = float(asked)
+    elif num_gpus:
+        num_cpus = min(1.0, _share(cores, actors))
+    else:
+        num_cpus = _share(cores, actors)
+    room = cores - 4 * TASK_CPUS
+    if num_cpus * actors > room + 1e-6:
+        raise ConfigError(
+            "resources.num_cpus",
+            f"{actors} actors x {num_cpus:g} leave less than {4 * TASK_CPUS:g} of {cores:g} cores "
+            f"for reading and writing; use auto, or at most {room / actors:.2f}",
+        )
+    return Shares(round(num_cpus, 2), num_gpus)
+
+
+def _share(cores: float, actors: int) -> float:
+    """cores / actors - 0.5, but on small machines at least a fair part of what may be used."""
+    fair = math.floor(100 * (cores - _CPUS_LEFT_FREE) / actors) / 100
+    return max(cores / actors - _CPUS_LEFT_FREE, min(fair, 1.0))
+
+
+def generate(
+    job: Job, plan: Plan, units: Sequence[Unit], run_id: str, factory: EngineFactory, shares: Shares
+) -> None:
+    """Generate and commit the units. Blocks until all are committed.
+
+    Raises:
+        Exception: whatever Ray Data raises; committed units stay committed.
+    """
+    config = job.config
+    context = ray.data.DataContext.get_current()
+    context.target_max_block_size = None  # one block per task: block = unit = commit
+    context.enable_progress_bars = False
+    context.execution_no_progress_timeout_s = -1  # one unit may well take half an hour
+    context.execution_options.verbose_progress = False
+    source = UnitSource(units, job.schema, config.input.storage_options)
+    prompts = {
+        "config": config,
+        "max_prompt_tokens": job.resolved.max_model_len - config.decoding.max_new_tokens,
+    }
+    generator = {
+        "engine_factory": factory,
+        "kept": job.kept,
+        "text_column": config.text_column,
+        "run_id": run_id,
+    }
+    schema = completed_schema(config.text_column, job.kept)
+    sink = CommitSink(job.store, schema, plan, run_id, units[0].generation)
+    (
+        ray.data.read_datasource(
+            source,
+            override_num_blocks=len(units),
+            num_cpus=TASK_CPUS,
+            concurrency=_READ_TASKS,
+        )
+        .map_batches(
+            PromptActor,
+            fn_constructor_kwargs=prompts,
+            batch_size=None,
+            batch_format="pyarrow",
+            compute=ray.data.ActorPoolStrategy(size=1),
+            num_cpus=TASK_CPUS,
+        )
+        .map_batches(
+            GenerationActor,
+            fn_constructor_kwargs=generator,
+            # Ray wants a number with GPUs; the sink cuts joined units apart again
+            batch_size=plan.unit_rows if shares.num_gpus else None,
+            batch_format="pyarrow",
+            compute=ray.data.ActorPoolStrategy(
+                size=config.resources.num_actors,
+                max_tasks_in_flight_per_actor=_BATCHES_IN_FLIGHT,
+                max_concurrent_calls_per_actor=_BATCHES_IN_FLIGHT,
+            ),
+            num_cpus=shares.num_cpus,
+            num_gpus=shares.num_gpus or None,
+        )
+        .write_datasink(sink, ray_remote_args={"num_cpus": TASK_CPUS})
+    )

@@ -1,0 +1,68 @@
+"""What makes two runs the same: the settings that change the text or the layout of the output.
+
+Not among them: method, drafts, actors and devices, since drafting is lossless; and the input
+listing, since new files are new work for the same run.
+"""
+
+import hashlib
+import json
+from dataclasses import dataclass
+from typing import Any
+
+from pipeline.config import RunConfig
+
+
+@dataclass(frozen=True)
+class Resolved:
+    """What `auto` came to: decided once, by the driver, and the same on every actor."""
+
+    model_identity: str
+    device: str
+    dtype: str
+    max_model_len: int
+    num_gpus: float
+
+
+_DECODING = (
+    "on_too_long",
+    "temperature",
+    "top_k",
+    "top_p",
+    "min_p",
+    "repetition_penalty",
+    "banned_tokens",
+    "max_new_tokens",
+    "stop",
+    "seed",
+)
+
+
+def text_settings(config: RunConfig, resolved: Resolved) -> dict[str, Any]:
+    """Dotted keys and values on which the generated text depends."""
+    prompt = config.prompt.model_dump(mode="json")
+    decoding = config.decoding.model_dump(mode="json")
+    return {
+        "task": config.task,
+        "input.text_column": config.input.text_column,
+        "model.target": resolved.model_identity,
+        "model.dtype": resolved.dtype,
+        "resources.max_model_len": resolved.max_model_len,
+        **{f"prompt.{key}": value for key, value in prompt.items()},
+        **{f"decoding.{key}": decoding[key] for key in _DECODING},
+    }
+
+
+def layout_settings(config: RunConfig) -> dict[str, Any]:
+    """Dotted keys and values on which rows, columns and files of the output depend."""
+    return {
+        "input.keep_columns": config.input.kept,
+        "input.max_rows": config.input.max_rows,
+        "output.text_column": config.text_column,
+        "output.rows_per_file": config.output.rows_per_file,
+    }
+
+
+def fingerprint(settings: dict[str, Any]) -> str:
+    """Digest of `text_settings`: 16 hex digits."""
+    encoded = json.dumps(settings, sort_keys=True).encode()
+    return hashlib.blake2b(encoded, digest_size=8).hexdigest()

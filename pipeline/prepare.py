@@ -1,0 +1,154 @@
+"""Everything that can be wrong is found here, before a model is loaded or a row is read."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import pyarrow as pa
+
+from pipeline.config import RunConfig
+from pipeline.decoding.checkpoint import Checkpoint, max_model_len, read_config, resolve
+from pipeline.errors import ConfigError, InputError
+from pipeline.identity import Resolved, fingerprint, layout_settings, text_settings
+from pipeline.prompts import check_template, template_columns
+from pipeline.records import check_column_names
+from pipeline.store.files import Store
+from pipeline.store.listing import Listing, check_columns, list_input
+from pipeline.store.plan import Plan, check_same_settings, extend_plan, make_plan, read_plan
+
+
+@dataclass(frozen=True)
+class Job:
+    """A checked run: what to read, with what, where to."""
+
+    config: RunConfig
+    store: Store
+    listing: Listing
+    schema: pa.Schema  # columns to read
+    checkpoint: Checkpoint
+    resolved: Resolved
+    settings: dict[str, Any]
+
+    @property
+    def kept(self) -> list[pa.Field]:
+        """Fields of the input columns that the output carries."""
+        return [self.schema.field(name) for name in self.config.input.kept]
+
+    @property
+    def fingerprint(self) -> str:
+        return fingerprint(text_settings(self.config, self.resolved))
+
+
+def prepare(config: RunConfig) -> Job:
+    """Check inputs, columns, template, output and model reference; resolve every `auto`.
+
+    Raises:
+        ConfigError: naming the key and the remedy.
+    """
+    store = _open_output(config)
+    listing = list_input(config.input.path, config.input.storage_options)
+    _check_output_apart(listing, store)
+    check_column_names(config.text_column, config.input.kept)
+    check_template(config, listing.files[0].schema.names)
+    schema = check_columns(listing.files, _wanted_columns(config))
+    checkpoint = resolve(config.model.target, config.model.revision)
+    resolved = _resolve(config, checkpoint)
+    settings = {**text_settings(config, resolved), **layout_settings(config)}
+    return Job(config, store, listing, schema, checkpoint, resolved, settings)
+
+
+def plan_run(job: Job, *, new_run: bool = False) -> tuple[Plan, Plan | None]:
+    """The plan to follow, and the stored plan that it continues (None: a new run).
+
+    Raises:
+        ConfigError: the output holds a run with other settings, or over other input.
+    """
+    stored = None if new_run else read_plan(job.store)
+    config = job.config
+    if stored is None:
+        unit_rows = config.input.unit_rows
+        plan = make_plan(
+            job.listing.files,
+            max_rows=config.input.max_rows,
+            unit_rows=unit_rows if isinstance(unit_rows, int) else None,
+            rows_per_file=config.output.rows_per_file,
+            num_actors=config.resources.num_actors,
+            settings=job.settings,
+        )
+        return plan, None
+    check_same_settings(stored, job.settings)
+    _check_same_corpus(stored, job.listing)
+    return extend_plan(stored, job.listing.files, config.input.max_rows), stored
+
+
+def _open_output(config: RunConfig) -> Store:
+    try:
+        store = Store(config.output.path, config.output.storage_options)
+        if store.exists("") and not store.fs.isdir(store.root):
+            raise ConfigError("output.path", f"{store.url} is a file; name a folder")
+    except (ValueError, ImportError) as error:
+        raise ConfigError("output.path", f"cannot open {config.output.path}: {error}") from None
+    return store
+
+
+def _check_output_apart(listing: Listing, store: Store) -> None:
+    """Results below the input folder would be input the next time."""
+    if listing.is_folder and f"{store.root}/".startswith(f"{listing.root}/"):
+        raise ConfigError(
+            "output.path", f"{store.url} lies inside input.path; choose a folder beside it"
+        )
+
+
+def _wanted_columns(config: RunConfig) -> list[tuple[str, str]]:
+    """(column, config key that asks for it), without repeats."""
+    wanted = {config.input.text_column: "input.text_column"}
+    if config.input.id_column:
+        wanted.setdefault(config.input.id_column, "input.id_column")
+    for column in config.input.kept:
+        wanted.setdefault(column, "input.keep_columns")
+    for column in template_columns(config):
+        wanted.setdefault(column, "prompt.template")
+    return list(wanted.items())
+
+
+def _resolve(config: RunConfig, checkpoint: Checkpoint) -> Resolved:
+    model_limit = max_model_len(read_config(checkpoint))
+    asked = config.resources.max_model_len
+    limit = model_limit if asked == "auto" else int(asked)
+    if limit > model_limit:
+        raise ConfigError(
+            "resources.max_model_len", f"{limit} is more than the model's {model_limit}; lower it"
+        )
+    if config.decoding.max_new_tokens >= limit:
+        raise ConfigError(
+            "decoding.max_new_tokens",
+            f"{config.decoding.max_new_tokens} leaves no room for a prompt in the {limit} tokens "
+            "of resources.max_model_len; lower it",
+        )
+    from pipeline.decoding.loading import resolve_device, resolve_dtype  # imports torch
+
+    num_gpus = _resolve_gpus(config)
+    device = resolve_device(config.model.device, num_gpus)
+    dtype = resolve_dtype(config.model.dtype, device)
+    return Resolved(checkpoint.identity, device, dtype, limit, num_gpus)
+
+
+def _resolve_gpus(config: RunConfig) -> float:
+    """GPUs per actor; `auto` asks this host, which on a cluster `resources.num_gpus` overrides."""
+    asked = config.resources.num_gpus
+    if asked != "auto":
+        return float(asked)
+    if config.model.device == "cpu":
+        return 0.0
+    import torch
+
+    return 1.0 if config.model.device == "cuda" or torch.cuda.is_available() else 0.0
+
+
+def _check_same_corpus(stored: Plan, listing: Listing) -> None:
+    names = {file.name for file in listing.files}
+    if stored.files and not any(file.name in names for file in stored.files):
+        raise InputError(
+            "input.path",
+            f"this output was begun over other files ({stored.files[0].name}, ...); choose another "
+            "output.path, or start over with --new-run",
+        )

@@ -1,0 +1,180 @@
+"""The run summary: `_run/summary.json`, the table at the end, the metadata of each file."""
+
+import importlib.metadata
+import platform
+from typing import Any
+
+import pyarrow.parquet as pq
+from rich.console import Console
+from rich.table import Table
+
+from pipeline.config import dump_yaml
+from pipeline.errors import DraftmillError
+from pipeline.prepare import Job
+from pipeline.progress import duration
+from pipeline.records import STATUSES
+from pipeline.stats import RunTotals
+from pipeline.store.plan import Plan
+
+_PACKAGES = ("draftmill", "torch", "transformers", "ray", "pyarrow")
+_RATES = (
+    "draft_acceptance_rate",
+    "mean_acceptance_length",
+    "decode_speedup",
+    "job_speedup",
+)
+_FIRST_ROWS = 3
+
+
+def versions() -> dict[str, str]:
+    """Versions of what the output depends on."""
+    return {"python": platform.python_version()} | {
+        name: importlib.metadata.version(name) for name in _PACKAGES
+    }
+
+
+def file_metadata(job: Job) -> dict[str, Any]:
+    """What the footer of each output file says of its origin. No storage options: no secrets."""
+    return {
+        "draftmill.fingerprint": job.fingerprint,
+        "draftmill.settings": job.settings,
+        "draftmill.versions": versions(),
+    }
+
+
+def summary(
+    job: Job, totals: RunTotals, new: RunTotals, seconds: float, run_id: str
+) -> dict[str, Any]:
+    """All of `_run/summary.json`.
+
+    Args:
+        totals: sums over the whole output, earlier invocations included.
+        new: sums over what this invocation generated, in `seconds` of wall time.
+    """
+    return {
+        "run_id": run_id,
+        "fingerprint": job.fingerprint,
+        "model": job.config.model.target,
+        "dtype": job.resolved.dtype,
+        "device": job.resolved.device,
+        "method": job.config.decoding.method,
+        "wall_seconds": seconds,
+        "rows_per_hour": 3600 * new.rows / seconds,
+        "tokens_per_second": new.completion_tokens / seconds,
+        "new": vars(new),
+        "totals": vars(totals),
+        "rates": {name: getattr(totals, name) for name in _RATES},
+        "time_shares": _time_shares(totals),
+        "control": _control(totals),
+        "versions": versions(),
+    }
+
+
+def print_summary(summary: dict[str, Any]) -> None:
+    """The table at the end of a run."""
+    totals, new = summary["totals"], summary["new"]
+    rows = ", ".join(f"{totals[f'rows_{s}']:,} {s}" for s in STATUSES if totals[f"rows_{s}"])
+    wall = duration(summary["wall_seconds"])
+    lines = [
+        ("rows", rows or "none"),
+        ("tokens", f"{totals['prompt_tokens']:,} prompt, {totals['completion_tokens']:,} new"),
+        ("truncated", f"{totals['truncated_prompt_tokens']:,} prompt tokens"),
+        ("this run", f"{sum(new[f'rows_{s}'] for s in STATUSES):,} rows in {wall}"),
+        ("tokens/s", f"{summary['tokens_per_second']:.1f}"),
+        ("rows/hour", f"{summary['rows_per_hour']:,.0f}"),
+        *_rate_lines(summary),
+        ("time", _shares_line(summary["time_shares"])),
+    ]
+    table = Table(show_header=False, title=f"{summary['model']}, {summary['method']}")
+    for name, value in lines:
+        table.add_row(name, value)
+    Console(soft_wrap=True).print(table)
+
+
+def print_first_rows(job: Job, plan: Plan) -> None:
+    """The first results, to see at a glance whether they are any good."""
+    console = Console(soft_wrap=True, highlight=False)
+    shown = 0
+    for part in plan.parts():
+        with job.store.fs.open(job.store.path(part.name), "rb") as handle:
+            columns = ["source_file", "source_row", "status", "error", job.config.text_column]
+            for row in pq.read_table(handle, columns=columns).slice(0, _FIRST_ROWS).to_pylist():
+                text = row[job.config.text_column]
+                body = row["error"] or row["status"] if text is None else text.strip()
+                where = f"{row['source_file']}, row {row['source_row']}: "
+                console.print(where, end="", style="bold", markup=False)
+                console.print(body, markup=False)
+                shown += 1
+                if shown == _FIRST_ROWS:
+                    return
+
+
+def root_cause(error: BaseException) -> str:
+    """The innermost exception of Ray's wrapping, in one line."""
+    cause = getattr(error, "cause", None) or error.__cause__
+    if isinstance(cause, BaseException) and cause is not error:
+        return root_cause(cause)
+    if isinstance(error, DraftmillError):
+        return str(error)
+    lines = [line for line in str(error).splitlines() if line.strip()]
+    return f"{type(error).__name__}: {lines[-1].strip() if lines else ''}"
+
+
+def config_text(job: Job) -> str:
+    """The resolved config."""
+    return dump_yaml(job.config)
+
+
+def _rate_lines(summary: dict[str, Any]) -> list[tuple[str, str]]:
+    rates, totals, control = summary["rates"], summary["totals"], summary["control"]
+    acceptance, length = rates["draft_acceptance_rate"], rates["mean_acceptance_length"]
+    lines = [
+        (
+            "acceptance",
+            "no drafts"
+            if acceptance is None
+            else f"{acceptance:.3f} of {totals['num_draft_tokens']:,} draft tokens",
+        ),
+        (
+            "mean acceptance length",
+            "-"
+            if length is None
+            else f"{length:.2f} tokens in each of {totals['num_spec_steps']:,} verifications",
+        ),
+    ]
+    evidence = (
+        f"{control['num_control_steps']:,} plain control steps of "
+        f"{1000 * control['seconds_per_step']:.1f} ms, {totals['rows_measured']:,} rows"
+        if control["num_control_steps"]
+        else "too few control steps"
+    )
+    for name, label in (("job_speedup", "job speedup"), ("decode_speedup", "decode speedup")):
+        value = rates[name]
+        lines.append((label, f"{value:.2f}x ({evidence})" if value else f"unknown ({evidence})"))
+    return lines
+
+
+def _control(totals: RunTotals) -> dict[str, Any]:
+    """The plain steps that the speedups rest on."""
+    steps = totals.num_control_steps
+    return {
+        "num_control_steps": steps,
+        "seconds_per_step": totals.control_seconds / steps if steps else None,
+    }
+
+
+def _time_shares(totals: RunTotals) -> dict[str, float]:
+    """Shares of the engines' time: draft, verify (with plain decode), prefill, idle."""
+    whole = totals.busy_seconds + totals.idle_seconds
+    if whole <= 0:
+        return {}
+    return {
+        "draft": totals.draft_seconds / whole,
+        "verify": (totals.decode_seconds - totals.draft_seconds) / whole,
+        "prefill": totals.prefill_seconds / whole,
+        "idle": totals.idle_seconds / whole,
+    }
+
+
+def _shares_line(shares: dict[str, float]) -> str:
+    return ", ".join(f"{name} {100 * share:.1f} %" for name, share in shares.items()) or "unknown"

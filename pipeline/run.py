@@ -1,0 +1,201 @@
+"""A run from config to `_SUCCESS`: plan, generate what is missing, publish, report.
+
+The exit code is the caller's to use: 0 done or nothing to do, 3 error rate exceeded; errors of
+other kinds are raised (`pipeline.errors`).
+"""
+
+import json
+import logging
+import time
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from pipeline import report
+from pipeline.config import RunConfig
+from pipeline.errors import DraftmillError, ErrorRateExceeded, RunFailed
+from pipeline.prepare import Job, plan_run, prepare
+from pipeline.progress import Progress
+from pipeline.stats import RunTotals
+from pipeline.store.files import Store
+from pipeline.store.lease import Lease
+from pipeline.store.ledger import DATA, Ledger, read_totals
+from pipeline.store.plan import PLAN_NAME, RUN_FOLDER, Plan, Unit
+from pipeline.store.publish import SUCCESS, failed_units, unpublished
+
+logger = logging.getLogger(__name__)
+
+SUMMARY_NAME = f"{RUN_FOLDER}/summary.json"
+_EXIT_ERRORS = ErrorRateExceeded.exit_code
+
+
+@dataclass(frozen=True)
+class Options:
+    """What the command line adds to the config."""
+
+    new_run: bool = False
+    retry_failed: bool = False
+
+
+def run(config: RunConfig, options: Options = Options(), make_factory: Any = None) -> int:
+    """Run a job to its end; the exit code.
+
+    Args:
+        make_factory: `(job, shares) -> engine factory` in place of the configured model.
+
+    Raises:
+        DraftmillError: see `pipeline.errors` for the kinds and their exit codes.
+    """
+    job = prepare(config)
+    run_id = f"{time.strftime('%Y%m%dT%H%M%S', time.gmtime())}-{uuid.uuid4().hex[:6]}"
+    with Lease(job.store, run_id) as lease:
+        plan = _begin(job, options)
+        ledger = Ledger(job.store)
+        ledger.refresh()
+        units = _units_to_do(job, plan, ledger, options)
+        finish = partial(_finish, job, plan, ledger, run_id)
+        if not units and not _parts_to_publish(plan, ledger):
+            return finish(None)
+        job.store.delete([SUCCESS])
+        return _execute(job, plan, ledger, units, run_id, lease, make_factory, finish)
+
+
+def _begin(job: Job, options: Options) -> Plan:
+    """Settle the plan and store it, so that every later command works on the same one."""
+    plan, stored = plan_run(job, new_run=options.new_run)
+    if options.new_run:
+        _discard(job.store)
+    if plan != stored:
+        job.store.put(PLAN_NAME, plan.to_json())
+    return plan
+
+
+def _discard(store: Store) -> None:
+    """Remove the previous run. The plan goes last: a kill in between leaves a run to discard."""
+    store.delete([SUCCESS])
+    parts = [n for n in store.names() if n.startswith("part-") and n.endswith(".parquet")]
+    store.delete(parts)
+    for folder in ("published", "commits", "data"):
+        store.delete_folder(f"{RUN_FOLDER}/{folder}")
+    store.delete([SUMMARY_NAME])
+
+
+def _units_to_do(job: Job, plan: Plan, ledger: Ledger, options: Options) -> list[Unit]:
+    units = list(ledger.pending_cells(plan))
+    present = {file.name for file in job.listing.files}
+    for unit in units:
+        if unit.file.name not in present:
+            raise RunFailed(
+                f"input file {unit.file.name} is gone, but not all of its rows are done; bring it "
+                "back, or start over with --new-run"
+            )
+    if options.retry_failed and not units:
+        units = failed_units(job.store, plan, ledger, ledger.newest_generation + 1)
+    done, total = plan.num_rows - sum(u.num_rows for u in units), plan.num_rows
+    if units and (done or options.retry_failed):
+        what = "already done" if not units[0].generation else "done, the others are tried again"
+        print(f"{done:,} of {total:,} rows {what}", flush=True)
+    elif not units:
+        print(f"nothing to generate: {done:,} of {total:,} rows already done", flush=True)
+    return units
+
+
+def _parts_to_publish(plan: Plan, ledger: Ledger) -> bool:
+    return any(unpublished(ledger, part) for part in plan.parts())
+
+
+def _execute(
+    job: Job,
+    plan: Plan,
+    ledger: Ledger,
+    units: list[Unit],
+    run_id: str,
+    lease: Lease,
+    make_factory: Any,
+    finish: Callable[[float | None], int],
+) -> int:
+    """Start Ray, generate, publish; whatever breaks, say how to resume."""
+    from pipeline import flow, monitor  # imports ray
+
+    started_ray = flow.start_ray()
+    started = time.monotonic()
+    try:
+        generation = units[0].generation if units else 0
+        publisher = monitor.Publisher(job, plan, ledger, units, report.file_metadata(job))
+        shares = flow.plan_shares(job.config, job.resolved.num_gpus)
+        factory = (make_factory or flow.model_engine)(job, shares)
+        count = partial(_count, ledger, plan, generation)
+        total = sum(u.num_rows for u in units) if generation else plan.num_rows
+        with Progress(total, count()) as progress:
+            monitor.watch(
+                partial(flow.generate, job, plan, units, run_id, factory, shares),
+                ledger=ledger,
+                count=count,
+                publisher=publisher,
+                progress=progress,
+                lease=lease,
+                generation=generation,
+            )
+    except DraftmillError:
+        raise
+    except KeyboardInterrupt:
+        raise RunFailed(f"interrupted; {_how_to_resume(ledger, plan)}") from None
+    except Exception as error:
+        logger.debug("run failed", exc_info=True)
+        raise RunFailed(f"{report.root_cause(error)}; {_how_to_resume(ledger, plan)}") from error
+    finally:
+        if started_ray:
+            flow.stop_ray()
+    return finish(time.monotonic() - started)
+
+
+def _count(ledger: Ledger, plan: Plan, generation: int) -> RunTotals:
+    """Progress counts: of the whole run, or of the rows tried again."""
+    if not generation:
+        return ledger.counts(plan)
+    again = (c.counts for c in ledger.commits() if c.generation == generation)
+    return sum(again, RunTotals())
+
+
+def _how_to_resume(ledger: Ledger, plan: Plan) -> str:
+    ledger.refresh()
+    done = ledger.counts(plan).rows
+    return f"{done:,} of {plan.num_rows:,} rows are committed: the same command goes on from there"
+
+
+def _finish(job: Job, plan: Plan, ledger: Ledger, run_id: str, seconds: float | None) -> int:
+    """Judge the error rate, write `_SUCCESS` or not, report. The exit code."""
+    counts = ledger.counts(plan)
+    limit = job.config.faults.max_error_rate
+    exceeded = counts.error_rate > limit
+    if seconds is not None:
+        totals, new = _sums(job.store, plan, ledger, run_id)
+        summary = report.summary(job, totals, new, seconds, run_id)
+        job.store.put(SUMMARY_NAME, json.dumps(summary, indent=1).encode())
+        report.print_summary(summary)
+        report.print_first_rows(job, plan)
+    if exceeded:
+        job.store.delete([SUCCESS])
+        print(
+            f"{counts.rows_error:,} of {counts.rows:,} rows failed, more than "
+            f"faults.max_error_rate={limit:g} allows: no {SUCCESS}. Raise it to accept them, or "
+            "generate them anew with --retry-failed.",
+            flush=True,
+        )
+        return _EXIT_ERRORS
+    if not job.store.exists(SUCCESS):
+        success = {"rows": counts.rows, "fingerprint": job.fingerprint, "run_id": run_id}
+        job.store.put(SUCCESS, json.dumps(success).encode())
+    job.store.delete_folder(DATA)  # all of it is published
+    print(f"results: {job.store.url}", flush=True)
+    return 0
+
+
+def _sums(store: Store, plan: Plan, ledger: Ledger, run_id: str) -> tuple[RunTotals, RunTotals]:
+    """Sums over all published parts, and over what this invocation generated."""
+    publications = [p for part in plan.parts() if (p := ledger.publication(part))]
+    totals = sum((read_totals(store, p.marker) for p in publications), RunTotals())
+    mine = [c for c in ledger.commits() if c.run_id == run_id]
+    return totals, sum((read_totals(store, c.marker) for c in mine), RunTotals())

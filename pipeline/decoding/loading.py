@@ -1,0 +1,142 @@
+"""From a checkpoint folder to a model ready to generate: device, dtype, threads, weights."""
+
+import logging
+import math
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from pipeline.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
+DTYPES = ("float32", "bfloat16", "float16")
+# Names in torch.cpu.get_capabilities() of instructions that multiply bfloat16 (x86 and ARM).
+_BFLOAT16_INSTRUCTIONS = ("avx512_bf16", "amx_bf16", "bf16", "sve_bf16")
+
+
+def resolve_device(device: Literal["auto", "cpu", "cuda"], num_gpus: float) -> str:
+    """`cpu` or `cuda`. Decided from the config alone: the driver need not have the actors' GPU.
+
+    Raises:
+        ConfigError: if `cuda` is asked for and actors get no GPU.
+    """
+    if device == "auto":
+        return "cuda" if num_gpus > 0 else "cpu"
+    if device == "cuda" and num_gpus <= 0:
+        raise ConfigError("model.device", "cuda needs resources.num_gpus above 0; set it")
+    return device
+
+
+def resolve_dtype(dtype: Literal["auto", "float32", "bfloat16", "float16"], device: str) -> str:
+    """A name of `DTYPES`. `auto` is bfloat16 where the device computes in it, else float32.
+
+    On CPUs without such instructions torch emulates bfloat16, slower than float32.
+    """
+    if dtype != "auto":
+        return dtype
+    if device == "cuda" or _cpu_has_bfloat16():
+        return "bfloat16"
+    return "float32"
+
+
+def _cpu_has_bfloat16() -> bool:
+    import torch
+
+    capabilities = torch.cpu.get_capabilities()
+    return any(capabilities.get(name, False) for name in _BFLOAT16_INSTRUCTIONS)
+
+
+def set_threads(num_cpus: float) -> None:
+    """Let torch use the CPUs that are reserved for it; more threads would wait for each other."""
+    import torch
+
+    torch.set_num_threads(max(1, math.ceil(num_cpus)))
+
+
+def load_tokenizer(folder: Path, *, key: str = "model.target") -> Any:
+    """The tokenizer of a checkpoint folder, as transformers' `PreTrainedTokenizerBase`.
+
+    Raises:
+        ConfigError: naming `key`, if the folder has no usable tokenizer.
+    """
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False)
+    except Exception as error:  # transformers raises whatever the files provoke
+        problem = f"cannot load the tokenizer: {_line(error)}; add its files to the folder"
+        raise ConfigError(key, problem) from error
+
+
+def load_model(folder: Path, dtype: str, device: str, *, key: str = "model.target") -> Any:
+    """The causal language model of a checkpoint folder, for inference only, with neutral settings.
+
+    Args:
+        dtype: one of `DTYPES`.
+        device: `cpu` or `cuda`.
+
+    Raises:
+        ConfigError: naming `key` or `model.device`, if it is no model that can generate by itself.
+    """
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    if device == "cuda" and not torch.cuda.is_available():
+        problem = "no CUDA device here; give actors a GPU (resources.num_gpus) or use cpu"
+        raise ConfigError("model.device", problem)
+    started = time.monotonic()
+    try:
+        config = AutoConfig.from_pretrained(str(folder), trust_remote_code=False)
+    except Exception as error:
+        problem = f"cannot read the model's config: {_line(error)}; choose another model"
+        raise ConfigError(key, problem) from error
+    if config.is_encoder_decoder:
+        problem = f"{config.model_type} is an encoder-decoder; choose a decoder-only model"
+        raise ConfigError(key, problem)
+    try:
+        model = AutoModelForCausalLM.from_pretrained(
+            str(folder), config=config, dtype=getattr(torch, dtype), trust_remote_code=False
+        )
+    except (torch.OutOfMemoryError, MemoryError):
+        raise  # a matter of the machine, not of the checkpoint
+    except Exception as error:
+        problem = f"{config.model_type} cannot be loaded to generate: {_line(error)}"
+        raise ConfigError(key, f"{problem}; choose another model") from error
+    if not model.can_generate():
+        problem = f"{config.model_type} cannot generate text; choose a language model"
+        raise ConfigError(key, problem)
+    model.to(device).eval().requires_grad_(False)
+    neutralize(model)
+    seconds = time.monotonic() - started
+    logger.info("loaded %s in %s on %s in %.1f s", folder.name, dtype, device, seconds)
+    return model
+
+
+def neutralize(model: Any) -> None:
+    """Drop the checkpoint's own sampling settings: the run's config alone decides.
+
+    `generate()` fills every setting that is unset from `model.generation_config`, so a checkpoint's
+    repetition_penalty or forced tokens would leak into greedy runs. Its end and pad tokens stay.
+    """
+    from transformers import GenerationConfig
+
+    theirs = model.generation_config
+    neutral = GenerationConfig()
+    neutral.bos_token_id = theirs.bos_token_id
+    neutral.eos_token_id = end_tokens(theirs.eos_token_id) or None
+    neutral.pad_token_id = theirs.pad_token_id
+    model.generation_config = neutral
+
+
+def end_tokens(eos_token_id: int | Sequence[int] | None) -> list[int]:
+    """The ids that end a text; a checkpoint may name none, one or several."""
+    if eos_token_id is None:
+        return []
+    return [eos_token_id] if isinstance(eos_token_id, int) else list(eos_token_id)
+
+
+def _line(error: Exception) -> str:
+    """First sentence of a message that may span a page."""
+    return " ".join(str(error).split())[:200]

@@ -1,0 +1,362 @@
+"""The prompt stage: rows of the input become token ids, before any actor sees them.
+
+Order of things for a row: read its columns as text, fill the template, wrap it (chat markup or
+plain), tokenise, cut the document if the prompt is too long. A row at fault gets a status and
+leaves its neighbours alone.
+"""
+
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from pipeline.config import RunConfig
+from pipeline.errors import ConfigError, RowError
+from pipeline.records import rendered_schema
+from pipeline.templates import (
+    BLANK,
+    CellText,
+    check_template,
+    column_texts,
+    make_wrapper,
+    parse_template,
+    prompt_style,
+    template_columns,
+    text_of,
+)
+
+__all__ = [
+    "PromptRenderer",
+    "RenderedPrompt",
+    "check_template",
+    "estimate_prompt_tokens",
+    "template_columns",
+]
+
+_BATCH_CHARS = 1 << 21  # a tokenizer call needs about 100 bytes of memory per token
+_CHUNK_CHARS = 1 << 19  # longer texts are counted in pieces of this size
+_OVERLAP_CHARS = 1 << 12
+_AGREEING_TOKENS = 32  # where two pieces are joined, this many tokens must be the same
+_SLACK_TOKENS = 2  # a cut that leaves no more than this unused is good enough
+
+
+@dataclass(frozen=True)
+class RenderedPrompt:
+    """A prompt that fits; `truncated_prompt_tokens` were cut off its document."""
+
+    token_ids: list[int]
+    truncated_prompt_tokens: int
+
+
+class PromptRenderer:
+    """Renders rows with one config and tokenizer; pickles as the tokenizer does."""
+
+    def __init__(self, config: RunConfig, tokenizer: Any, max_prompt_tokens: int) -> None:
+        """`max_prompt_tokens`: what `max_model_len` leaves beside the completion.
+
+        Raises:
+            ConfigError: template, style or tokenizer cannot be used.
+        """
+        if not getattr(tokenizer, "is_fast", False):
+            problem = "its tokenizer gives no text offsets; use a model with a tokenizer.json"
+            raise ConfigError("model.target", problem)
+        style = prompt_style(config, tokenizer)
+        self._template = parse_template(config, style)
+        self._wrapper = make_wrapper(config, tokenizer, style, self._template)
+        self._tokenizer = tokenizer
+        self._max_tokens = max_prompt_tokens
+        self._truncate = config.decoding.on_too_long == "truncate"
+        self._document = config.input.text_column
+        self._kept = config.input.kept
+        self._control = control_tokens(tokenizer, style)
+        neutral = self._prompt(dict.fromkeys(self._template.columns, "x"))
+        self._expected_control = self._control_in(self._encode([neutral])[0])
+
+    def render(self, row: Mapping[str, Any]) -> RenderedPrompt:
+        """One row, from column names to Python values.
+
+        Raises:
+            RowError: the row's fault; type `blank` where there is no text, which is no error.
+        """
+        texts = {c: text_of(row.get(c), c, c == self._document) for c in self._template.columns}
+        outcome = self._render([texts])[0]
+        if isinstance(outcome, RowError):
+            raise outcome
+        return outcome
+
+    def render_table(self, table: pa.Table) -> pa.Table:
+        """Rows with their address to `records.rendered_schema`, one for one and in order.
+
+        Kept columns are carried as they are, whatever they hold; other input columns are dropped.
+        """
+        texts = {
+            c: column_texts(table.column(c), c, c == self._document) for c in self._template.columns
+        }
+        rows = [
+            dict(zip(texts, values, strict=True)) for values in zip(*texts.values(), strict=True)
+        ]
+        schema = rendered_schema([table.schema.field(c) for c in self._kept])
+        columns = {c: table.column(c) for c in ["source_file", "source_row", *self._kept]}
+        columns |= _result_columns(self._render(rows))
+        arrays = [
+            columns[f.name].cast(f.type)
+            if isinstance(columns[f.name], pa.ChunkedArray) and columns[f.name].type != f.type
+            else columns[f.name]
+            for f in schema
+        ]
+        return pa.table(arrays, schema=schema)
+
+    def _render(self, rows: Sequence[Mapping[str, CellText]]) -> list[RenderedPrompt | RowError]:
+        outcomes: list[RenderedPrompt | RowError] = []
+        drafts = [self._draft(row) for row in rows]
+        prompts = [d[1] for d in drafts if not isinstance(d, RowError)]
+        encoded = self._encode_all(prompts)
+        for draft in drafts:
+            if isinstance(draft, RowError):
+                outcomes.append(draft)
+                continue
+            try:
+                outcomes.append(self._settle(*draft, next(encoded)))
+            except RowError as error:
+                outcomes.append(error)
+        return outcomes
+
+    def _draft(self, row: Mapping[str, CellText]) -> tuple[dict[str, str], str] | RowError:
+        """The row's values and whole prompt text, or why there is none."""
+        values: dict[str, str] = {}
+        for column, text in row.items():
+            if isinstance(text, RowError):
+                return text
+            values[column] = text
+        try:
+            return values, self._prompt(values)
+        except RowError as error:
+            return error
+
+    def _prompt(self, values: Mapping[str, str]) -> str:
+        return self._wrapper(self._template.fill(values))
+
+    def _settle(self, values: dict[str, str], prompt: str, ids: list[int] | None) -> RenderedPrompt:
+        """Cut and disarm the prompt as needed. `ids`: its tokens, None where it is very long.
+
+        Raises:
+            RowError: `prompt_too_long` or `control_tokens`.
+        """
+        for _ in range(4):  # text broken up can, if oddly, hold another control token
+            total = self._count(prompt) if ids is None else len(ids)
+            kept = self._fit(values, prompt, ids, total)
+            injected = self._injected(kept)
+            if not injected:
+                return RenderedPrompt(kept, total - len(kept))
+            values = {column: _break_up(text, injected) for column, text in values.items()}
+            prompt = self._prompt(values)
+            ids = next(self._encode_all([prompt]))
+        raise RowError("control_tokens", "the text holds control tokens of the model")
+
+    def _fit(
+        self, values: dict[str, str], prompt: str, ids: list[int] | None, total: int
+    ) -> list[int]:
+        if total <= self._max_tokens:
+            return self._encode([prompt])[0] if ids is None else ids
+        if not self._truncate:
+            problem = (
+                f"the prompt has {total} tokens, {self._max_tokens} fit; raise "
+                "resources.max_model_len or set decoding.on_too_long=truncate"
+            )
+            raise RowError("prompt_too_long", problem)
+        return self._cut(values)
+
+    def _cut(self, values: dict[str, str]) -> list[int]:
+        """Token ids with as much of the document's head as fits.
+
+        Only a bounded head of the document is tokenised. Its offsets give the first guess, and a
+        few tries correct what changes where the head meets the rest of the template.
+        """
+        document = values[self._document]
+        bare = self._encode([self._prompt({**values, self._document: ""})])[0]
+        room = self._max_tokens - len(bare)
+        cuts = self._cuts(document, max(room, 0) + 1)
+        best: list[int] | None = None
+        uses = self._template.occurrences(self._document)
+        low, high, guess = 0, len(cuts), room // uses  # keeping `low` tokens fits, `high` does not
+        for attempt in range(32):
+            if room <= 0 or high - low <= 1:
+                break
+            guess = min(max(guess, low + 1), high - 1)
+            head = document[: cuts[guess - 1]]
+            ids = self._encode([self._prompt({**values, self._document: head})])[0]
+            slack = self._max_tokens - len(ids)
+            if slack < 0:
+                high = guess
+            else:
+                low, best = guess, ids if head else None
+                if slack <= _SLACK_TOKENS:
+                    break
+            guess = guess + slack // uses if attempt < 8 else (low + high) // 2
+        if best is None:
+            problem = (
+                f"the prompt without its document has {len(bare)} tokens, {self._max_tokens} fit: "
+                "no room for the document; raise resources.max_model_len or shorten the prompt"
+            )
+            raise RowError("prompt_too_long", problem)
+        return best
+
+    def _cuts(self, document: str, needed: int) -> list[int]:
+        """Where the document may be cut: entry k-1 keeps its first k tokens, in characters.
+
+        Covers at least `needed` tokens, or the whole document. A token may hold a part of a
+        character; the cut then comes before that character.
+        """
+        chars = needed * 8 + 64
+        while True:
+            spans = self._spans(document[:chars])
+            if len(spans) >= needed or chars >= len(document):
+                break
+            chars *= 4
+        following = [start for _, start, _ in spans[1:]] + [len(document[:chars])]
+        return [min(end, after) for (_, _, end), after in zip(spans, following, strict=True)]
+
+    def _encode_all(self, prompts: Sequence[str]) -> Iterator[list[int] | None]:
+        """Token ids of each prompt, None for very long ones; memory stays bounded."""
+        batch: list[str] = []
+        chars = 0
+        for prompt in prompts:
+            chars += len(prompt)
+            very_long = len(prompt) > _CHUNK_CHARS
+            if very_long or chars > _BATCH_CHARS:
+                yield from self._encode(batch)
+                batch, chars = [], len(prompt)
+            if very_long:
+                yield None
+            else:
+                batch.append(prompt)
+        yield from self._encode(batch)
+
+    def _encode(self, prompts: list[str]) -> list[list[int]]:
+        if not prompts:
+            return []
+        encoded = self._tokenizer(
+            prompts,
+            add_special_tokens=self._wrapper.add_special_tokens,
+            return_attention_mask=False,
+            return_token_type_ids=False,
+            verbose=False,
+        )
+        ids: list[list[int]] = encoded["input_ids"]
+        return ids
+
+    def _spans(self, text: str) -> list[tuple[int, int, int]]:
+        """(token id, start, end) in characters, without the tokenizer's own special tokens."""
+        encoded = self._tokenizer(
+            text, add_special_tokens=False, return_offsets_mapping=True, verbose=False
+        )
+        pairs = zip(encoded["input_ids"], encoded["offset_mapping"], strict=True)
+        return [(token, start, end) for token, (start, end) in pairs]
+
+    def _count(self, text: str) -> int:
+        """Tokens of a very long text, tokenised once in overlapping pieces.
+
+        In one piece, 20 MB of text would take 3 GB of memory. Two pieces are joined where both
+        have a token border followed by the same tokens: what follows a border no longer depends
+        on how the piece began.
+        """
+        total = 0
+        if self._wrapper.add_special_tokens:
+            total = int(self._tokenizer.num_special_tokens_to_add(pair=False))
+        start, first, piece = 0, 0, self._spans(text[:_CHUNK_CHARS])
+        while start + _CHUNK_CHARS < len(text):
+            step = _CHUNK_CHARS - _OVERLAP_CHARS
+            next_piece = self._spans(text[start + step : start + step + _CHUNK_CHARS])
+            joint = _joint(piece, next_piece, step)
+            if joint is None:  # a text without any borders, such as one endless word
+                return len(self._encode([text])[0])
+            total += joint[0] - first
+            start, first, piece = start + step, joint[1], next_piece
+        return total + len(piece) - first
+
+    def _control_in(self, ids: Sequence[int]) -> list[int]:
+        control = self._control
+        return [token for token in ids if token in control]
+
+    def _injected(self, ids: Sequence[int]) -> list[str]:
+        """Control tokens that the row's own text brought in.
+
+        Raises:
+            RowError: the row's text changed the prompt's control tokens in another way.
+        """
+        found = self._control_in(ids)
+        if found == self._expected_control:
+            return []
+        extra = Counter(found) - Counter(self._expected_control)
+        if not extra:
+            raise RowError("control_tokens", "the text changes the control tokens of the prompt")
+        return [self._control[token] for token in extra]
+
+
+def estimate_prompt_tokens(renderer: PromptRenderer, table: pa.Table) -> int:
+    """Prompt tokens of a sample of rows, for `--dry-run`."""
+    lengths = pc.list_value_length(renderer.render_table(table).column("prompt_token_ids"))
+    return int(pc.sum(lengths).as_py() or 0)
+
+
+def control_tokens(tokenizer: Any, style: str) -> dict[int, str]:
+    """Ids that structure a prompt, with their text: a row's text must never produce them.
+
+    The special tokens, and in chat style those other added tokens that the chat template writes.
+    The unknown token is none: ordinary text yields it.
+    """
+    markup = str(tokenizer.get_chat_template()) if style == "chat" else ""
+    return {
+        token_id: token.content
+        for token_id, token in tokenizer.added_tokens_decoder.items()
+        if token_id != tokenizer.unk_token_id
+        and (token.special or (token.content in markup and not token.content.isspace()))
+    }
+
+
+def _break_up(text: str, tokens: Sequence[str]) -> str:
+    """The text with a space inside each of the tokens, so that it reads as ordinary text.
+
+    A space, not an invisible character: normalizers of some tokenizers drop those.
+    """
+    longest_first = sorted(tokens, key=len, reverse=True)
+    pattern = "|".join(re.escape(token) for token in longest_first)
+    return re.sub(pattern, lambda m: f"{m[0][:1]} {m[0][1:]}" if len(m[0]) > 1 else " ", text)
+
+
+def _joint(
+    left: Sequence[tuple[int, int, int]], right: Sequence[tuple[int, int, int]], step: int
+) -> tuple[int, int] | None:
+    """Token indices (left, right) of a common border; `right` begins `step` characters later."""
+    at = {start: i for i, (_, start, _) in reversed(list(enumerate(left))) if start >= step}
+    for j, (_, start, _) in enumerate(right):
+        i = at.get(start + step)
+        if i is None:
+            continue
+        ours = [token for token, _, _ in left[i : i + _AGREEING_TOKENS]]
+        theirs = [token for token, _, _ in right[j : j + _AGREEING_TOKENS]]
+        if len(ours) == _AGREEING_TOKENS and ours == theirs:
+            return i, j
+        if start > _OVERLAP_CHARS:
+            return None
+    return None
+
+
+def _result_columns(outcomes: Sequence[RenderedPrompt | RowError]) -> dict[str, pa.Array]:
+    """The columns of `records.RENDERED_FIELDS`."""
+    failed = [None if isinstance(o, RenderedPrompt) else o for o in outcomes]
+    faults = [f if f and f.error_type != BLANK else None for f in failed]
+    status = [f and ("skipped" if f.error_type == BLANK else "error") for f in failed]
+    ids = [o.token_ids if isinstance(o, RenderedPrompt) else None for o in outcomes]
+    cut = [o.truncated_prompt_tokens if isinstance(o, RenderedPrompt) else 0 for o in outcomes]
+    return {
+        "status": pa.array(status, pa.string()),
+        "error_type": pa.array([f and f.error_type for f in faults], pa.string()),
+        "error": pa.array([f and str(f) for f in faults], pa.string()),
+        "prompt_token_ids": pa.array(ids, pa.list_(pa.int32())),
+        "truncated_prompt_tokens": pa.array(cut, pa.int64()),
+    }

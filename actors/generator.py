@@ -168,13 +168,14 @@ class EngineThread:
                 started = time.perf_counter()
                 completions = self._engine.step() if self._engine.num_unfinished else []
                 stepped = time.perf_counter()
+                with self._times:  # before a result is out: its batch takes the time with it
+                    self._busy += stepped - started
                 for completion in completions:
                     self._waiting[completion.row_key].pop(0).set_result(completion)
                     if not self._waiting[completion.row_key]:
                         del self._waiting[completion.row_key]
                 self._accept(block=not self._engine.num_unfinished)
                 with self._times:
-                    self._busy += stepped - started
                     self._idle += time.perf_counter() - stepped
         except BaseException as error:
             self._fail(error)

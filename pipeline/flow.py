@@ -108,6 +108,16 @@ def _share(cores: float, actors: int) -> float:
     return max(cores / actors - _CPUS_LEFT_FREE, min(fair, 1.0))
 
 
+def _set_context() -> None:
+    context = ray.data.DataContext.get_current()
+    context.target_max_block_size = None  # one block per task: block = unit = commit
+    context.execution_no_progress_timeout_s = -1  # one unit may well take half an hour
+    # Progress and summary are ours; Ray's would say it all twice, in other numbers.
+    context.enable_progress_bars = False
+    context.issue_detectors_config.detectors = []
+    logging.getLogger("ray.data").setLevel(logging.WARNING)
+
+
 def generate(
     job: Job, plan: Plan, units: Sequence[Unit], run_id: str, factory: EngineFactory, shares: Shares
 ) -> None:
@@ -117,11 +127,7 @@ def generate(
         Exception: whatever Ray Data raises; committed units stay committed.
     """
     config = job.config
-    context = ray.data.DataContext.get_current()
-    context.target_max_block_size = None  # one block per task: block = unit = commit
-    context.enable_progress_bars = False
-    context.execution_no_progress_timeout_s = -1  # one unit may well take half an hour
-    context.execution_options.verbose_progress = False
+    _set_context()
     source = UnitSource(units, job.schema, config.input.storage_options)
     prompts = {
         "config": config,

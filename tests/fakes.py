@@ -1,0 +1,107 @@
+"""An engine without a model, to drive the flow: fast, deterministic, and able to misbehave."""
+
+import functools
+import hashlib
+import os
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from pipeline.errors import EngineError
+from pipeline.records import Completion, GenerationRequest, GenerationStats
+
+
+@dataclass(frozen=True)
+class Behaviour:
+    """What the fake does. Patterns are matched against the row key."""
+
+    journal: str | None = None  # file that gets a line per generated row, with the process id
+    seconds_per_row: float = 0.0
+    fail_rows: tuple[str, ...] = ()  # row keys that end in `error`
+    fail_all: bool = False
+    break_at: str | None = None  # row key at which the engine itself fails
+
+
+class FakeEngine:
+    """Completes one row per step; the text is a digest of the prompt, so identity is checkable."""
+
+    def __init__(self, behaviour: Behaviour) -> None:
+        self._behaviour = behaviour
+        self._queue: list[GenerationRequest] = []
+        self._journal = open(behaviour.journal, "a") if behaviour.journal else None  # noqa: SIM115
+
+    @property
+    def num_unfinished(self) -> int:
+        return len(self._queue)
+
+    def add_request(self, request: GenerationRequest) -> None:
+        self._queue.append(request)
+
+    def step(self) -> list[Completion]:
+        if self._behaviour.seconds_per_row:
+            return [self._complete(self._queue.pop(0))]
+        queued, self._queue = self._queue, []
+        return [self._complete(request) for request in queued]
+
+    def _complete(self, request: GenerationRequest) -> Completion:
+        behaviour = self._behaviour
+        if behaviour.seconds_per_row:
+            time.sleep(behaviour.seconds_per_row)
+        if request.row_key == behaviour.break_at:
+            raise EngineError("the fake device is lost")
+        if self._journal:
+            self._journal.write(f"{request.row_key} {os.getpid()}\n")
+            self._journal.flush()
+        if behaviour.fail_all or request.row_key in behaviour.fail_rows:
+            return Completion(request.row_key, "error", error_type="fake", error="as asked")
+        return Completion(
+            request.row_key, "ok", fake_text(request.prompt_token_ids), "stop", stats=_STATS
+        )
+
+
+_STATS = GenerationStats(
+    method="prompt_lookup",
+    prompt_tokens=10,
+    completion_tokens=5,
+    num_target_forwards=3,
+    num_spec_steps=1,
+    num_draft_tokens=4,
+    num_accepted_draft_tokens=2,
+    prefill_seconds=0.1,
+    decode_seconds=0.2,
+    plain_decode_seconds=0.4,
+    num_control_steps=2,
+    control_seconds=0.2,
+)
+
+
+def fake_text(prompt_token_ids) -> str:
+    """The text that the fake generates for a prompt."""
+    return hashlib.blake2b(repr(list(prompt_token_ids)).encode(), digest_size=8).hexdigest()
+
+
+def fake_factory(behaviour: Behaviour):
+    """For `run(make_factory=...)`."""
+    return lambda job, shares: functools.partial(FakeEngine, behaviour)
+
+
+def main() -> None:
+    """A job with the fake engine, for tests that kill it: `python tests/fakes.py JOURNAL SECONDS
+    CONFIG [--retry-failed]`."""
+    from pipeline.cli import errors_to_exit_codes
+    from pipeline.config import load_config
+    from pipeline.run import Options, run
+
+    journal, seconds, config = sys.argv[1:4]
+    behaviour = Behaviour(journal=journal, seconds_per_row=float(seconds))
+    with errors_to_exit_codes():
+        loaded = load_config([Path(config)], task="summarize")
+        options = Options(retry_failed="--retry-failed" in sys.argv)
+        sys.exit(run(loaded, options, fake_factory(behaviour)))
+
+
+if __name__ == "__main__":
+    from tests.fakes import main as importable_main  # workers must find the classes by name
+
+    importable_main()

@@ -18,12 +18,13 @@ _CHAT_TEMPLATE = (
     "{{ message['content'] }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-TEXT = """The mill stands where the river bends. Every morning the miller opens the sluice, and the
-water turns the wheel, and the wheel turns the stone. Grain goes in at the top and flour comes out at
-the bottom. When the river is low the wheel turns slowly; when it is high the miller closes the gate
-halfway. Über dem Bach liegt Nebel, der Müller zählt die Säcke. 12 sacks on Monday, 34 on Tuesday, 56
-on Friday: all of them are weighed, tied and written down in the book. "How many are left?" she asks.
-"None," he says, "none at all." Then they load the cart and drive to the market in the next town."""
+TEXT = """The mill stands where the river bends. Every morning the miller opens the sluice, and
+the water turns the wheel, and the wheel turns the stone. Grain goes in at the top and flour comes
+out at the bottom. When the river is low the wheel turns slowly; when it is high the miller closes
+the gate halfway. Über dem Bach liegt Nebel, der Müller zählt die Säcke. 12 sacks on Monday, 34 on
+Tuesday, 56 on Friday: all of them are weighed, tied and written down in the book. "How many are
+left?" she asks. "None," he says, "none at all." Then they load the cart and drive to the market in
+the next town."""
 
 
 def make_tokenizer(vocab_size: int = 512) -> Any:

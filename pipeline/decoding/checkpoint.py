@@ -198,8 +198,11 @@ def count_parameters(checkpoint: Checkpoint) -> int | None:
     if folder is None:
         assert checkpoint.gguf_file is not None
         return conversion.read_gguf_config(checkpoint.gguf_file)[1]
-    files = sorted(folder.glob("*.safetensors"))
-    return sum(_safetensors_parameters(file) for file in files) or None
+    files = {file.name for file in folder.glob("*.safetensors")}
+    index = folder / "model.safetensors.index.json"
+    if index.exists() and files < set(json.loads(index.read_bytes())["weight_map"].values()):
+        return None
+    return sum(_safetensors_parameters(folder / file) for file in files) or None
 
 
 def estimate_memory(config: Mapping[str, Any], dtype: str, parameters: int | None) -> ModelSize:

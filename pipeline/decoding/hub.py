@@ -61,16 +61,11 @@ def _ask_hub(hub_id: str, revision: str | None) -> str | None:
         return None
 
 
-def config_file(hub_id: str, commit: str) -> Path:
-    """config.json at a commit that `find_commit` found."""
+def cached_snapshot(hub_id: str, commit: str) -> Path:
+    """Where the cache keeps the files of a commit that `find_commit` found, all or some."""
     from huggingface_hub import hf_hub_download
 
-    return Path(hf_hub_download(hub_id, "config.json", revision=commit))
-
-
-def cached_snapshot(hub_id: str, commit: str) -> Path:
-    """Where the cache keeps the files of a commit, whole or in part."""
-    return config_file(hub_id, commit).parent
+    return Path(hf_hub_download(hub_id, "config.json", revision=commit)).parent
 
 
 def download(hub_id: str, commit: str, key: str) -> Path:

@@ -173,21 +173,44 @@ class PromptRenderer:
     def _cut(self, values: dict[str, str]) -> list[int]:
         """Token ids with as much of the document's head as fits.
 
-        Only a bounded head of the document is tokenised. Its offsets give the first guess, and a
-        few tries correct what changes where the head meets the rest of the template.
+        Only a bounded head of the document is tokenised, a longer one where that fits as a whole
+        because the chat template shrinks it.
         """
         document = values[self._document]
         bare = self._encode([self._prompt({**values, self._document: ""})])[0]
         room = self._max_tokens - len(bare)
-        cuts = self._cuts(document, max(room, 0) + 1)
+        best: list[int] | None = None
+        needed = room + 1
+        while room > 0:
+            cuts = self._cuts(document, needed)
+            low, best = self._longest_head(values, cuts, room)
+            if low < len(cuts) - 1 or len(cuts) < needed:
+                break
+            needed *= 4
+        if best is None:
+            problem = (
+                f"the prompt without its document has {len(bare)} tokens, {self._max_tokens} fit: "
+                "no room for the document; raise resources.max_model_len or shorten the prompt"
+            )
+            raise RowError("prompt_too_long", problem)
+        return best
+
+    def _longest_head(
+        self, values: dict[str, str], cuts: list[int], room: int
+    ) -> tuple[int, list[int] | None]:
+        """The most document tokens that fit, less than all of `cuts`, and the prompt's ids.
+
+        The first guess is nearly right; a few tries correct what changes where the head meets the
+        rest of the template.
+        """
         best: list[int] | None = None
         uses = self._template.occurrences(self._document)
         low, high, guess = 0, len(cuts), room // uses  # keeping `low` tokens fits, `high` does not
         for attempt in range(32):
-            if room <= 0 or high - low <= 1:
+            if high - low <= 1:
                 break
             guess = min(max(guess, low + 1), high - 1)
-            head = document[: cuts[guess - 1]]
+            head = values[self._document][: cuts[guess - 1]]
             ids = self._encode([self._prompt({**values, self._document: head})])[0]
             slack = self._max_tokens - len(ids)
             if slack < 0:
@@ -197,28 +220,20 @@ class PromptRenderer:
                 if slack <= _SLACK_TOKENS:
                     break
             guess = guess + slack // uses if attempt < 8 else (low + high) // 2
-        if best is None:
-            problem = (
-                f"the prompt without its document has {len(bare)} tokens, {self._max_tokens} fit: "
-                "no room for the document; raise resources.max_model_len or shorten the prompt"
-            )
-            raise RowError("prompt_too_long", problem)
-        return best
+        return low, best
 
     def _cuts(self, document: str, needed: int) -> list[int]:
         """Where the document may be cut: entry k-1 keeps its first k tokens, in characters.
 
-        Covers at least `needed` tokens, or the whole document. A token may hold a part of a
-        character; the cut then comes before that character.
+        Covers at least `needed` tokens, or the whole document. Positions are between characters,
+        also where a token holds but a part of one.
         """
         chars = needed * 8 + 64
         while True:
             spans = self._spans(document[:chars])
             if len(spans) >= needed or chars >= len(document):
-                break
+                return [end for _, _, end in spans]
             chars *= 4
-        following = [start for _, start, _ in spans[1:]] + [len(document[:chars])]
-        return [min(end, after) for (_, _, end), after in zip(spans, following, strict=True)]
 
     def _encode_all(self, prompts: Sequence[str]) -> Iterator[list[int] | None]:
         """Token ids of each prompt, None for very long ones; memory stays bounded."""

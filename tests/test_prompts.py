@@ -7,6 +7,7 @@ import io
 import json
 import pickle
 from functools import cache
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -338,10 +339,17 @@ def test_cut_is_a_prefix_and_keeps_what_fits(
         assert rendered.token_ids == prompt_of[-1]
         return
     kept = max(n for n, ids in enumerate(prompt_of) if ids == rendered.token_ids)
-    # Maximal within the slack and what one more word, in one or two places, can take.
-    longer = min(kept + 8, len(document))
     assert kept > 0
-    assert len(prompt_of[longer]) > limit - prompts._SLACK_TOKENS * 2 or longer == kept
+    steps = [len(longer) - len(shorter) for shorter, longer in pairwise(prompt_of)]
+    assert limit - len(rendered.token_ids) <= prompts._SLACK_TOKENS + max(steps)
+
+
+def test_cut_is_maximal_where_the_chat_template_shrinks_the_document() -> None:
+    """Tokens of the document alone are then a poor guess of what fits."""
+    document = "  ".join(["war", " ", "and", "      ", "peace"] * 400)
+    for limit in (80, 200, 500):
+        ids = renderer_of(limit, chat="rewriting").render({"text": document}).token_ids
+        assert limit - prompts._SLACK_TOKENS <= len(ids) <= limit
 
 
 @pytest.mark.parametrize("chat", TEMPLATES)
@@ -404,10 +412,16 @@ def test_very_long_text_is_counted_in_pieces(kind: str, monkeypatch: pytest.Monk
     ):
         full = len(oracle(tokenizer_of(kind), default_turn(document)))
         assert renderer._count(renderer._prompt({"text": document})) == full
-    rendered = renderer.render({"text": corpus})
-    assert renderer_of(ROOMY, kind).render({"text": corpus}).truncated_prompt_tokens == 0
-    full = len(oracle(tokenizer_of(kind), default_turn(corpus)))
-    assert rendered.truncated_prompt_tokens == full - len(rendered.token_ids)
+    for chars in range(2000, 2400, 13):
+        monkeypatch.setattr(prompts, "_CHUNK_CHARS", chars)
+        full = len(oracle(tokenizer_of(kind), default_turn(corpus)))
+        assert renderer._count(renderer._prompt({"text": corpus})) == full
+    for limit in (64, ROOMY):
+        out = renderer_of(limit, kind).render_table(table_of(["a", corpus, "b"]))
+        sizes = [len(ids) for ids in out.column("prompt_token_ids").to_pylist()]
+        assert out.column("truncated_prompt_tokens").to_pylist() == [0, full - sizes[1], 0]
+        assert out.column("prompt_token_ids")[2].as_py() == renderer.render({"text": "b"}).token_ids
+        assert sizes[1] == full or 62 <= sizes[1] <= 64
 
 
 def test_long_document_is_tokenised_in_full_only_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -471,9 +485,14 @@ def test_control_token_across_the_border_of_the_document() -> None:
     assert out.column("error_type").to_pylist() == ["control_tokens", None]
 
 
-def test_unknown_token_is_no_control_token() -> None:
-    tokenizer = tokenizer_of("metaspace")
-    assert tokenizer.unk_token_id not in prompts.control_tokens(tokenizer, "chat")
+def test_control_tokens_are_special_or_written_by_the_chat_template() -> None:
+    tokenizer = pickle.loads(pickle.dumps(tokenizer_of("metaspace")))
+    tokenizer.chat_template += "\n\n"  # an added token, but ordinary text
+    special = {"<|im_start|>", "<|im_end|>", "<s>", "</s>"}  # and <unk>, which any text may yield
+    in_chat = prompts.control_tokens(tokenizer, "chat")
+    assert set(in_chat.values()) == special | {"<think>", "</think>"}
+    assert set(prompts.control_tokens(tokenizer, "plain").values()) == special
+    assert all(tokenizer.convert_tokens_to_ids(text) == i for i, text in in_chat.items())
 
 
 def test_control_tokens_of_the_config_are_its_own() -> None:

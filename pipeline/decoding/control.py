@@ -7,7 +7,7 @@ because both change the cost of a step. Too few of them means unknown, never an 
 
 import math
 from collections import Counter, defaultdict, deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 MIN_STEPS = 3  # evidence below which a bucket says nothing
@@ -52,12 +52,9 @@ class ControlClock:
         """A decode step verified drafts."""
         self._steps_since_control += 1
 
-    def plain_seconds(self, bucket: Bucket, own_count: int) -> float | None:
-        """Seconds per row of a plain step; None with fewer than `MIN_STEPS` of them.
-
-        Args:
-            own_count: control steps that the asking row had in this bucket. All of them count, so
-                that a row decoded plainly compares with itself.
+    def plain_seconds(self, bucket: Bucket, own_count: int = 0) -> float | None:
+        """Seconds per row of a plain step: mean of the last `AVERAGED_STEPS` control steps, or of
+        the asking row's own `own_count` if those are more. None with fewer than `MIN_STEPS`.
         """
         recorded = self._seconds.get(bucket, ())
         if len(recorded) < MIN_STEPS:
@@ -66,18 +63,24 @@ class ControlClock:
         return math.fsum(recent) / len(recent) / bucket.occupancy
 
     def plain_row_seconds(
-        self, tokens: Mapping[Bucket, int], own_counts: Mapping[Bucket, int]
+        self, tokens: Mapping[Bucket, int], own: Mapping[Bucket, Sequence[float]]
     ) -> float | None:
-        """What a row's decode tokens, counted by bucket, would have taken one by one.
+        """What a row's decode tokens would have taken one by one; None where that is unknown.
 
-        None if any bucket has too little evidence.
+        Tokens of the row's own control steps took what they took, so that a row decoded plainly
+        has a speedup of 1 whatever else the machine was doing; all others are charged the mean.
+
+        Args:
+            tokens: the row's tokens after its first, counted by bucket.
+            own: its share of the seconds of each control step that it had.
         """
         total = 0.0
         for bucket, count in tokens.items():
-            seconds = self.plain_seconds(bucket, own_counts.get(bucket, 0))
-            if seconds is None:
+            measured = own.get(bucket, ())
+            mean = self.plain_seconds(bucket, len(measured))
+            if mean is None:
                 return None
-            total += count * seconds
+            total += math.fsum(measured) + (count - len(measured)) * mean
         return total
 
 

@@ -6,7 +6,7 @@ second see all there is to count, in plain and in assisted decoding alike.
 """
 
 import time
-from collections import Counter
+from collections import defaultdict
 from dataclasses import dataclass, field
 from itertools import takewhile
 from typing import Any
@@ -88,10 +88,14 @@ class RowObserver:
         The call's own costs before the first and after the last pass belong to the prefill.
         """
         decode = self.steps[1:]
-        control = [step for step in decode if not step.drafted]
+        control: defaultdict[Bucket, list[float]] = defaultdict(list)
+        for step in decode:
+            if not step.drafted:
+                control[bucket_of(1, step.context)].append(step.seconds - step.draft_seconds)
         accepted = sum(step.accepted for step in decode)
         decode_seconds = sum(step.seconds for step in decode)
         completion_tokens = len(self.end.tokens)
+        decoded = count_buckets(self.prompt_tokens + 1, max(0, completion_tokens - 1))
         return GenerationStats(
             method=method if accepted else "plain",
             prompt_tokens=self.prompt_tokens,
@@ -102,13 +106,10 @@ class RowObserver:
             num_accepted_draft_tokens=accepted,
             prefill_seconds=finished - self.started - decode_seconds,
             decode_seconds=decode_seconds,
-            plain_decode_seconds=self.clock.plain_row_seconds(
-                count_buckets(self.prompt_tokens + 1, max(0, completion_tokens - 1)),
-                Counter(bucket_of(1, step.context) for step in control),
-            ),
+            plain_decode_seconds=self.clock.plain_row_seconds(decoded, control),
             draft_seconds=sum(step.draft_seconds for step in decode),
-            num_control_steps=len(control),
-            control_seconds=sum(step.seconds - step.draft_seconds for step in control),
+            num_control_steps=sum(map(len, control.values())),
+            control_seconds=sum(map(sum, control.values())),
         )
 
 

@@ -178,10 +178,10 @@ def test_max_model_len_is_bounded_by_the_model() -> None:
     config = {"max_position_embeddings": 100}
     assert resolve_max_model_len("auto", config) == 100
     assert resolve_max_model_len(60, config) == 60
-    with pytest.raises(ConfigError, match="resources.max_model_len: 101 is above"):
+    with pytest.raises(ConfigError, match=r"resources.max_model_len: 101 is above"):
         resolve_max_model_len(101, config)
     assert resolve_max_model_len(60, {}) == 60
-    with pytest.raises(ConfigError, match="resources.max_model_len"):
+    with pytest.raises(ConfigError, match=r"resources.max_model_len"):
         resolve_max_model_len("auto", {})
 
 

@@ -3,6 +3,8 @@
 import logging
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
@@ -60,20 +62,18 @@ def make_app(task: Task, about: str) -> typer.Typer:
     return app
 
 
-class errors_to_exit_codes:
-    """Context manager: an expected error becomes one line on stderr and its exit code."""
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if isinstance(error, DraftmillError):
-            print(f"error: {error}", file=sys.stderr, flush=True)
-            if os.environ.get("DRAFTMILL_DEBUG"):
-                raise error
-            raise typer.Exit(error.exit_code) from None
-        if isinstance(error, KeyboardInterrupt):
-            raise typer.Exit(130) from None
+@contextmanager
+def errors_to_exit_codes() -> Iterator[None]:
+    """An expected error becomes one line on stderr and its exit code."""
+    try:
+        yield
+    except DraftmillError as error:
+        if os.environ.get("DRAFTMILL_DEBUG"):
+            raise
+        print(f"error: {error}", file=sys.stderr, flush=True)
+        raise SystemExit(error.exit_code) from None
+    except KeyboardInterrupt:
+        raise SystemExit(130) from None
 
 
 def _quiet_libraries() -> None:

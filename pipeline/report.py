@@ -2,13 +2,13 @@
 
 import importlib.metadata
 import platform
+import re
 from typing import Any
 
 import pyarrow.parquet as pq
 from rich.console import Console
 from rich.table import Table
 
-from pipeline.config import dump_yaml
 from pipeline.errors import DraftmillError
 from pipeline.prepare import Job
 from pipeline.progress import duration
@@ -24,6 +24,7 @@ _RATES = (
     "job_speedup",
 )
 _FIRST_ROWS = 3
+_RAISED = re.compile(r"^((?:\w+\.)*[A-Z]\w+): (.+)$", re.MULTILINE)
 
 
 def versions() -> dict[str, str]:
@@ -110,19 +111,16 @@ def print_first_rows(job: Job, plan: Plan) -> None:
 
 
 def root_cause(error: BaseException) -> str:
-    """The innermost exception of Ray's wrapping, in one line."""
-    cause = getattr(error, "cause", None) or error.__cause__
-    if isinstance(cause, BaseException) and cause is not error:
-        return root_cause(cause)
+    """The first cause in one line. Across processes Ray keeps it only as text of a traceback."""
     if isinstance(error, DraftmillError):
         return str(error)
-    lines = [line for line in str(error).splitlines() if line.strip()]
-    return f"{type(error).__name__}: {lines[-1].strip() if lines else ''}"
-
-
-def config_text(job: Job) -> str:
-    """The resolved config."""
-    return dump_yaml(job.config)
+    text = str(error)
+    for name, message in _RAISED.findall(text):
+        if not name.startswith("ray."):
+            kind = name.rsplit(".", 1)[-1]
+            return message if name.startswith("pipeline.") else f"{kind}: {message}"
+    lines = [line for line in text.splitlines() if line.strip()]
+    return f"{type(error).__name__}: {lines[0].strip() if lines else ''}"
 
 
 def _rate_lines(summary: dict[str, Any]) -> list[tuple[str, str]]:

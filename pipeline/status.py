@@ -15,7 +15,7 @@ from pipeline.store.ledger import Commit, Ledger
 from pipeline.store.plan import Plan, read_plan
 from pipeline.store.publish import SUCCESS
 
-State = Literal["finished", "running", "stopped"]
+State = Literal["finished", "running", "stopped", "unaccepted"]
 
 
 @dataclass(frozen=True)
@@ -50,6 +50,8 @@ def read_status(output: str, options: dict[str, Any] | None = None) -> Status:
         state = "finished"
     elif holder is not None:
         state = "running"
+    elif ledger.counts(plan).rows == plan.num_rows:
+        state = "unaccepted"
     parts = list(plan.parts())
     return Status(
         state,
@@ -63,13 +65,12 @@ def read_status(output: str, options: dict[str, Any] | None = None) -> Status:
 def describe(status: Status) -> str:
     """The status for a person."""
     counts = status.snapshot.counts
-    by_status = (
-        f"{counts.rows_ok:,} ok, {counts.rows_error:,} error, {counts.rows_timeout:,} timeout"
-    )
+    by_status = ", ".join(f"{getattr(counts, f'rows_{name}'):,} {name}" for name in STATUSES)
     hint = {
         "finished": "finished",
         "running": f"running: {status.holder}",
         "stopped": "stopped: the same command goes on from here",
+        "unaccepted": f"all rows are done, but there is no {SUCCESS}: the same command says why",
     }[status.state]
     return "\n".join(
         [

@@ -29,7 +29,7 @@ class FakeEngine:
     def __init__(self, behaviour: Behaviour) -> None:
         self._behaviour = behaviour
         self._queue: list[GenerationRequest] = []
-        self._journal = open(behaviour.journal, "a") if behaviour.journal else None  # noqa: SIM115
+        self._journal = open(behaviour.journal, "a") if behaviour.journal else None
 
     @property
     def num_unfinished(self) -> int:

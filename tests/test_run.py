@@ -1,0 +1,226 @@
+"""Whole runs through Ray Data with a fake engine: exactly once, in order, resumable, honest."""
+
+import json
+from collections import Counter
+from pathlib import Path
+
+import pandas as pd
+import pyarrow as pa
+import pyarrow.dataset
+import pyarrow.parquet as pq
+import pytest
+
+from pipeline.config import load_config
+from pipeline.errors import ConfigError, InputError, RunFailed
+from pipeline.records import output_schema
+from pipeline.run import Options, run
+from pipeline.status import describe, read_status
+from tests.fakes import Behaviour, fake_factory
+
+pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("ray_cluster")]
+
+
+@pytest.fixture
+def corpus(tmp_path):
+    """Two files, one in a nested folder: 50 rows."""
+    write(tmp_path / "in" / "a.parquet", range(30))
+    write(tmp_path / "in" / "sub" / "b.parquet", range(30, 50))
+    return tmp_path / "in"
+
+
+def write(path: Path, numbers, **columns) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    texts = [f"The mill number {n} stands by the river." for n in numbers]
+    table = {"id": [f"row-{n}" for n in numbers], "text": texts, **columns}
+    pq.write_table(pa.table(table), path, row_group_size=7)
+
+
+class Job:
+    """A run with the fake engine, to be repeated with other settings."""
+
+    def __init__(self, corpus, model, journal):
+        self.output = corpus.parent / "out"
+        self.journal = journal
+        self._base = [
+            f"input.path={corpus}",
+            "input.id_column=id",
+            f"output.path={self.output}",
+            f"model.target={model}",
+            "input.unit_rows=4",
+            "output.rows_per_file=16",
+        ]
+
+    def __call__(self, *overrides, options=Options(), **behaviour):  # noqa: B008
+        config = load_config([], [*self._base, *overrides], task="summarize")
+        fake = Behaviour(journal=str(self.journal), **behaviour)
+        return run(config, options, fake_factory(fake))
+
+    def table(self):
+        return pyarrow.dataset.dataset(self.output).to_table()
+
+    def generated(self):
+        """How often each row was generated."""
+        lines = self.journal.read_text().splitlines() if self.journal.exists() else []
+        return Counter(line.split()[0] for line in lines)
+
+
+@pytest.fixture
+def job(corpus, tiny_model_dir, tmp_path):
+    return Job(corpus, tiny_model_dir, tmp_path / "journal")
+
+
+def addresses(table):
+    return list(zip(table["source_file"].to_pylist(), table["source_row"].to_pylist(), strict=True))
+
+
+ALL = [("a.parquet", i) for i in range(30)] + [("sub/b.parquet", i) for i in range(20)]
+
+
+def test_every_row_once_in_order_for_every_reader(job):
+    import ray
+
+    assert job() == 0
+    table = job.table()
+    assert addresses(table) == ALL
+    assert table.schema.equals(output_schema("summary", [pa.field("id", pa.string())]))
+    assert table["id"].to_pylist() == [f"row-{n}" for n in range(50)]
+    assert set(table["status"].to_pylist()) == {"ok"}
+    assert all(table["summary"].to_pylist())
+    assert pd.read_parquet(job.output)["id"].tolist() == table["id"].to_pylist()
+    by_ray = ray.data.read_parquet(str(job.output)).to_pandas()
+    assert sorted(by_ray["id"]) == sorted(table["id"].to_pylist())
+    names = sorted(path.name for path in job.output.glob("*.parquet"))
+    assert [n.split("-")[1] for n in names] == ["a", "a", "b", "b"]
+    assert (job.output / "_SUCCESS").exists()
+    assert not (job.output / "_run" / "data").exists()
+
+
+def test_finished_run_is_left_alone(job, capsys):
+    job()
+    files = {p: p.stat().st_mtime_ns for p in job.output.rglob("*.parquet")}
+    assert job("decoding.method=plain", "decoding.num_draft_tokens=3") == 0
+    assert "50 of 50 rows already done" in capsys.readouterr().out
+    assert {p: p.stat().st_mtime_ns for p in job.output.rglob("*.parquet")} == files
+    assert set(job.generated().values()) == {1}
+
+
+def test_other_settings_are_refused_by_name_and_replaced_by_new_run(job):
+    job()
+    with pytest.raises(ConfigError, match=r"decoding.seed \(0 -> 7\).*--new-run"):
+        job("decoding.seed=7")
+    assert job("decoding.seed=7", "input.max_rows=10", options=Options(new_run=True)) == 0
+    assert addresses(job.table()) == ALL[:10]
+
+
+def test_new_files_are_new_work(job, corpus):
+    job()
+    write(corpus / "0.parquet", range(50, 53))
+    assert job() == 0
+    assert len(job.table()) == 53
+    assert job.generated() == Counter(
+        [f"{f}:{i}" for f, i in ALL] + [f"0.parquet:{i}" for i in range(3)]
+    )
+
+
+def test_changed_and_vanished_files_are_refused(job, corpus):
+    job()
+    write(corpus / "a.parquet", range(31))
+    with pytest.raises(InputError, match=r"a.parquet changed since"):
+        job()
+    (corpus / "a.parquet").unlink()
+    assert job() == 0  # all its rows are done
+
+
+def test_engine_fault_fails_the_run_and_the_same_command_goes_on(job):
+    with pytest.raises(RunFailed, match=r"fake device is lost.*of 50 rows are committed"):
+        job(break_at="sub/b.parquet:19", seconds_per_row=0.01)
+    done = read_status(str(job.output)).snapshot.counts.rows
+    assert 0 < done < 50
+    assert "stopped: the same command goes on" in describe(read_status(str(job.output)))
+    assert not (job.output / "_SUCCESS").exists()
+    before = job.generated()
+    assert job() == 0
+    assert addresses(job.table()) == ALL
+    again = [row for row, times in job.generated().items() if times > before[row] > 0]
+    assert len(again) <= 50 - done  # committed rows were not generated again
+
+
+def test_error_rate_semantics(job, capsys):
+    bad = ("a.parquet:3", "a.parquet:4", "a.parquet:5", "sub/b.parquet:0", "sub/b.parquet:19")
+    assert job(fail_rows=bad) == 3
+    assert "--retry-failed" in capsys.readouterr().out
+    assert not (job.output / "_SUCCESS").exists()
+    table = job.table()
+    assert addresses(table) == ALL
+    assert table["status"].to_pylist().count("error") == 5
+    assert table["summary"].null_count == 5
+    generated = job.generated()
+    assert job() == 3  # says it again, generates nothing
+    assert job("faults.max_error_rate=0.2") == 0
+    assert (job.output / "_SUCCESS").exists()
+    assert job.generated() == generated
+    assert job() == 3  # the stricter limit holds again
+    assert not (job.output / "_SUCCESS").exists()
+
+
+def test_retry_failed_replaces_only_failed_rows(job):
+    bad = ("a.parquet:3", "a.parquet:4", "a.parquet:5", "sub/b.parquet:0", "sub/b.parquet:19")
+    assert job(fail_rows=bad) == 3
+    first = job.table()
+    assert job(options=Options(retry_failed=True), fail_rows=bad[:1]) == 0
+    table = job.table()
+    assert addresses(table) == ALL
+    assert table["status"].to_pylist().count("error") == 1
+    assert job.generated() == Counter([f"{f}:{i}" for f, i in ALL] + list(bad))
+    changed = [i for i, (a, b) in enumerate(zip(rows(first), rows(table), strict=True)) if a != b]
+    assert changed == [3, 4, 5, 30, 49]
+    assert job(options=Options(retry_failed=True)) == 0
+    assert set(job.table()["status"].to_pylist()) == {"ok"}
+    totals = json.loads((job.output / "_run" / "summary.json").read_text())["totals"]
+    assert totals["rows_ok"] == 50
+    assert totals["rows_error"] == 0
+
+
+def rows(table):
+    return table.to_pylist()
+
+
+def test_run_of_failures_stops_early(job, corpus):
+    write(corpus / "c.parquet", range(3000))
+    from pipeline.errors import ErrorRateExceeded
+
+    with pytest.raises(ErrorRateExceeded, match="stopped early"):
+        job("input.unit_rows=50", fail_all=True, seconds_per_row=0.003)
+    assert read_status(str(job.output)).snapshot.counts.rows < 3000
+
+
+def test_summary_counts_what_happened(job):
+    assert job() == 0
+    summary = json.loads((job.output / "_run" / "summary.json").read_text())
+    totals = summary["totals"]
+    assert totals["rows_ok"] == 50
+    assert totals["completion_tokens"] == 50 * 5
+    assert totals["num_control_steps"] == 100
+    assert summary["rates"]["decode_speedup"] == pytest.approx(2.0)
+    assert summary["rates"]["job_speedup"] == pytest.approx(5 / 3)
+    assert summary["rates"]["mean_acceptance_length"] == pytest.approx(3.0)
+    metadata = pq.read_metadata(next(job.output.glob("*.parquet"))).metadata
+    assert json.loads(metadata[b"draftmill.fingerprint"]) == summary["fingerprint"]
+
+
+def test_kept_columns_keep_their_types_and_values(job, corpus):
+    numbers = range(5)
+    extra = {
+        "when": pa.array([None, 1, 2, 3, 4], pa.timestamp("us")),
+        "tags": pa.array([["a"], [], None, ["b", "c"], []], pa.list_(pa.string())),
+        "kind": pa.array(["x", "y", "x", None, "y"]).dictionary_encode(),
+    }
+    for file in list(corpus.rglob("*.parquet")):
+        file.unlink()
+    write(corpus / "a.parquet", numbers, **extra)
+    assert job("input.keep_columns=[when, tags, kind]") == 0
+    table = job.table()
+    assert table["when"].to_pylist() == extra["when"].to_pylist()
+    assert table["tags"].to_pylist() == extra["tags"].to_pylist()
+    assert table["kind"].to_pylist() == extra["kind"].to_pylist()
+    assert "id" not in table.column_names

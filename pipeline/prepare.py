@@ -48,8 +48,11 @@ def prepare(config: RunConfig) -> Job:
     listing = list_input(config.input.path, config.input.storage_options)
     _check_output_apart(listing, store)
     check_column_names(config.text_column, config.input.kept)
+    carried = _carried_columns(config)
+    check_columns(listing.files, carried.items())
     check_template(config, listing.files[0].schema.names)
-    schema = check_columns(listing.files, _wanted_columns(config))
+    wanted = dict.fromkeys(template_columns(config), "prompt.template") | carried
+    schema = check_columns(listing.files, wanted.items())
     checkpoint = resolve(config.model.target, config.model.revision)
     resolved = _resolve(config, checkpoint)
     settings = {**text_settings(config, resolved), **layout_settings(config)}
@@ -98,16 +101,12 @@ def _check_output_apart(listing: Listing, store: Store) -> None:
         )
 
 
-def _wanted_columns(config: RunConfig) -> list[tuple[str, str]]:
-    """(column, config key that asks for it), without repeats."""
-    wanted = {config.input.text_column: "input.text_column"}
+def _carried_columns(config: RunConfig) -> dict[str, str]:
+    """Columns that the run names, and the config key that asks for each."""
+    carried = dict.fromkeys(config.input.kept, "input.keep_columns")
     if config.input.id_column:
-        wanted.setdefault(config.input.id_column, "input.id_column")
-    for column in config.input.kept:
-        wanted.setdefault(column, "input.keep_columns")
-    for column in template_columns(config):
-        wanted.setdefault(column, "prompt.template")
-    return list(wanted.items())
+        carried[config.input.id_column] = "input.id_column"
+    return carried | {config.input.text_column: "input.text_column"}
 
 
 def _resolve(config: RunConfig, checkpoint: Checkpoint) -> Resolved:

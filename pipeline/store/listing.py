@@ -1,7 +1,7 @@
 """Find the input files and read their footers: what there is to do, before any model is loaded."""
 
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -10,6 +10,7 @@ import fsspec
 import pyarrow as pa
 import pyarrow.parquet as pq
 from fsspec.core import has_magic
+from fsspec.implementations.local import LocalFileSystem
 
 from pipeline.errors import InputError
 
@@ -137,11 +138,19 @@ def _find(fs: fsspec.AbstractFileSystem, path: str) -> tuple[str, bool, list[dic
     info = fs.info(path)
     if info["type"] != "directory":
         return path.rpartition("/")[0] or "/", False, [info]
-    found: list[dict[str, Any]] = []
-    # find() omits folders that it may not read; rows must not vanish with them
-    for _, _, files in fs.walk(path, detail=True, on_error="raise"):
-        found.extend(files.values())
-    return path.rstrip("/"), True, found
+    return path.rstrip("/"), True, list(_files_below(fs, path))
+
+
+def _files_below(fs: fsspec.AbstractFileSystem, folder: str) -> Iterator[dict[str, Any]]:
+    if not isinstance(fs, LocalFileSystem):
+        yield from fs.find(folder, detail=True).values()
+        return
+    # On disks find() passes over folders that it may not read; rows must not vanish with them.
+    for entry in fs.ls(folder, detail=True):
+        if entry["type"] == "directory":
+            yield from _files_below(fs, entry["name"])
+        else:
+            yield entry
 
 
 def _choose(

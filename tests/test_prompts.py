@@ -352,6 +352,18 @@ def test_cut_is_maximal_where_the_chat_template_shrinks_the_document() -> None:
         assert limit - prompts._SLACK_TOKENS <= len(ids) <= limit
 
 
+def test_cut_reaches_past_white_space_that_the_chat_template_strips() -> None:
+    renderer = renderer_of(60, chat="trimmed", prompt={"template": "{text}"})
+    ids = renderer.render({"text": " " * 20_000 + "peace " * 500}).token_ids
+    assert 58 <= len(ids) <= 60
+
+
+def test_cut_without_a_character_is_no_document() -> None:
+    """Some tokenizers begin with a token that stands for no character."""
+    renderer = renderer_of(ROOMY)
+    assert renderer._longest_head({"text": "abc"}, [0, 3], 1) == (1, None)
+
+
 @pytest.mark.parametrize("chat", TEMPLATES)
 def test_cut_spares_instruction_and_everything_after(chat: str) -> None:
     prompt = {"template": "Begin. {text}\nEnd of {title}."}
@@ -422,6 +434,16 @@ def test_very_long_text_is_counted_in_pieces(kind: str, monkeypatch: pytest.Monk
         assert out.column("truncated_prompt_tokens").to_pylist() == [0, full - sizes[1], 0]
         assert out.column("prompt_token_ids")[2].as_py() == renderer.render({"text": "b"}).token_ids
         assert sizes[1] == full or 62 <= sizes[1] <= 64
+
+
+def test_pieces_are_joined_only_where_they_agree() -> None:
+    left = [(i, 2 * i, 2 * i + 2) for i in range(200)]
+    agreeing = [(i + 50, 2 * i, 2 * i + 2) for i in range(200)]
+    assert prompts._joint(left, agreeing, 100) == (50, 0)
+    late = [(7, start, end) if start < 20 else (i, start, end) for i, start, end in agreeing]
+    assert prompts._joint(left, late, 100) == (60, 10)
+    assert prompts._joint(left, [(7, start, end) for _, start, end in agreeing], 100) is None
+    assert prompts._joint(left, [(i, start + 1, end + 1) for i, start, end in left], 100) is None
 
 
 def test_long_document_is_tokenised_in_full_only_once(monkeypatch: pytest.MonkeyPatch) -> None:

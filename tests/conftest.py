@@ -3,6 +3,7 @@
 import os
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # before huggingface_hub reads it
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # before torch does; see pipeline.flow
 
 from pathlib import Path
 from typing import Any

@@ -5,7 +5,6 @@ plain), tokenise, cut the document if the prompt is too long. A row at fault get
 leaves its neighbours alone.
 """
 
-import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,10 +15,11 @@ import pyarrow.compute as pc
 
 from pipeline.config import RunConfig
 from pipeline.errors import ConfigError, RowError
-from pipeline.records import rendered_schema
+from pipeline.records import RENDERED_FIELDS, rendered_schema
 from pipeline.templates import (
     BLANK,
     CellText,
+    break_up,
     check_template,
     column_texts,
     make_wrapper,
@@ -29,13 +29,7 @@ from pipeline.templates import (
     text_of,
 )
 
-__all__ = [
-    "PromptRenderer",
-    "RenderedPrompt",
-    "check_template",
-    "estimate_prompt_tokens",
-    "template_columns",
-]
+__all__ = ["PromptRenderer", "check_template", "estimate_prompt_tokens", "template_columns"]
 
 _BATCH_CHARS = 1 << 21  # a tokenizer call needs about 100 bytes of memory per token
 _CHUNK_CHARS = 1 << 19  # longer texts are counted in pieces of this size
@@ -93,37 +87,18 @@ class PromptRenderer:
 
         Kept columns are carried as they are, whatever they hold; other input columns are dropped.
         """
-        texts = {
-            c: column_texts(table.column(c), c, c == self._document) for c in self._template.columns
-        }
-        rows = [
-            dict(zip(texts, values, strict=True)) for values in zip(*texts.values(), strict=True)
-        ]
+        document = self._document
+        texts = {c: column_texts(table.column(c), c, c == document) for c in self._template.columns}
+        cells = zip(*texts.values(), strict=True)
+        outcomes = self._render([dict(zip(texts, row, strict=True)) for row in cells])
+        carried = table.select(["source_file", "source_row", *self._kept])
         schema = rendered_schema([table.schema.field(c) for c in self._kept])
-        columns = {c: table.column(c) for c in ["source_file", "source_row", *self._kept]}
-        columns |= _result_columns(self._render(rows))
-        arrays = [
-            columns[f.name].cast(f.type)
-            if isinstance(columns[f.name], pa.ChunkedArray) and columns[f.name].type != f.type
-            else columns[f.name]
-            for f in schema
-        ]
-        return pa.table(arrays, schema=schema)
+        return pa.table([*carried.columns, *_result_columns(outcomes)], schema=schema)
 
     def _render(self, rows: Sequence[Mapping[str, CellText]]) -> list[RenderedPrompt | RowError]:
-        outcomes: list[RenderedPrompt | RowError] = []
         drafts = [self._draft(row) for row in rows]
-        prompts = [d[1] for d in drafts if not isinstance(d, RowError)]
-        encoded = self._encode_all(prompts)
-        for draft in drafts:
-            if isinstance(draft, RowError):
-                outcomes.append(draft)
-                continue
-            try:
-                outcomes.append(self._settle(*draft, next(encoded)))
-            except RowError as error:
-                outcomes.append(error)
-        return outcomes
+        encoded = self._encode_all([d[1] for d in drafts if not isinstance(d, RowError)])
+        return [d if isinstance(d, RowError) else self._settle(*d, next(encoded)) for d in drafts]
 
     def _draft(self, row: Mapping[str, CellText]) -> tuple[dict[str, str], str] | RowError:
         """The row's values and whole prompt text, or why there is none."""
@@ -140,35 +115,32 @@ class PromptRenderer:
     def _prompt(self, values: Mapping[str, str]) -> str:
         return self._wrapper(self._template.fill(values))
 
-    def _settle(self, values: dict[str, str], prompt: str, ids: list[int] | None) -> RenderedPrompt:
-        """Cut and disarm the prompt as needed. `ids`: its tokens, None where it is very long.
+    def _settle(
+        self, values: dict[str, str], prompt: str, ids: list[int] | None
+    ) -> RenderedPrompt | RowError:
+        """Cut and disarm the prompt as needed. `ids`: its tokens, None where it is very long."""
+        try:
+            for _ in range(4):  # text broken up can, if oddly, hold another control token
+                total = self._count(prompt) if ids is None else len(ids)
+                kept = self._fit(values, ids, total)
+                injected = self._injected(kept)
+                if not injected:
+                    return RenderedPrompt(kept, total - len(kept))
+                values = {column: break_up(text, injected) for column, text in values.items()}
+                prompt = self._prompt(values)
+                ids = next(self._encode_all([prompt]))
+        except RowError as error:
+            return error
+        return RowError("control_tokens", "the text holds control tokens of the model")
 
-        Raises:
-            RowError: `prompt_too_long` or `control_tokens`.
-        """
-        for _ in range(4):  # text broken up can, if oddly, hold another control token
-            total = self._count(prompt) if ids is None else len(ids)
-            kept = self._fit(values, prompt, ids, total)
-            injected = self._injected(kept)
-            if not injected:
-                return RenderedPrompt(kept, total - len(kept))
-            values = {column: _break_up(text, injected) for column, text in values.items()}
-            prompt = self._prompt(values)
-            ids = next(self._encode_all([prompt]))
-        raise RowError("control_tokens", "the text holds control tokens of the model")
-
-    def _fit(
-        self, values: dict[str, str], prompt: str, ids: list[int] | None, total: int
-    ) -> list[int]:
+    def _fit(self, values: dict[str, str], ids: list[int] | None, total: int) -> list[int]:
         if total <= self._max_tokens:
-            return self._encode([prompt])[0] if ids is None else ids
-        if not self._truncate:
-            problem = (
-                f"the prompt has {total} tokens, {self._max_tokens} fit; raise "
-                "resources.max_model_len or set decoding.on_too_long=truncate"
-            )
-            raise RowError("prompt_too_long", problem)
-        return self._cut(values)
+            return self._encode([self._prompt(values)])[0] if ids is None else ids
+        if self._truncate:
+            return self._cut(values)
+        problem = f"the prompt has {total} tokens, {self._max_tokens} fit; raise "
+        problem += "resources.max_model_len or set decoding.on_too_long=truncate"
+        raise RowError("prompt_too_long", problem)
 
     def _cut(self, values: dict[str, str]) -> list[int]:
         """Token ids with as much of the document's head as fits.
@@ -333,16 +305,6 @@ def control_tokens(tokenizer: Any, style: str) -> dict[int, str]:
     }
 
 
-def _break_up(text: str, tokens: Sequence[str]) -> str:
-    """The text with a space inside each of the tokens, so that it reads as ordinary text.
-
-    A space, not an invisible character: normalizers of some tokenizers drop those.
-    """
-    longest_first = sorted(tokens, key=len, reverse=True)
-    pattern = "|".join(re.escape(token) for token in longest_first)
-    return re.sub(pattern, lambda m: f"{m[0][:1]} {m[0][1:]}" if len(m[0]) > 1 else " ", text)
-
-
 def _joint(
     left: Sequence[tuple[int, int, int]], right: Sequence[tuple[int, int, int]], step: int
 ) -> tuple[int, int] | None:
@@ -361,17 +323,15 @@ def _joint(
     return None
 
 
-def _result_columns(outcomes: Sequence[RenderedPrompt | RowError]) -> dict[str, pa.Array]:
-    """The columns of `records.RENDERED_FIELDS`."""
-    failed = [None if isinstance(o, RenderedPrompt) else o for o in outcomes]
-    faults = [f if f and f.error_type != BLANK else None for f in failed]
-    status = [f and ("skipped" if f.error_type == BLANK else "error") for f in failed]
-    ids = [o.token_ids if isinstance(o, RenderedPrompt) else None for o in outcomes]
-    cut = [o.truncated_prompt_tokens if isinstance(o, RenderedPrompt) else 0 for o in outcomes]
-    return {
-        "status": pa.array(status, pa.string()),
-        "error_type": pa.array([f and f.error_type for f in faults], pa.string()),
-        "error": pa.array([f and str(f) for f in faults], pa.string()),
-        "prompt_token_ids": pa.array(ids, pa.list_(pa.int32())),
-        "truncated_prompt_tokens": pa.array(cut, pa.int64()),
-    }
+def _result_columns(outcomes: Sequence[RenderedPrompt | RowError]) -> list[pa.Array]:
+    rows = [_result(outcome) for outcome in outcomes]
+    return [pa.array([row[i] for row in rows], f.type) for i, f in enumerate(RENDERED_FIELDS)]
+
+
+def _result(outcome: RenderedPrompt | RowError) -> tuple[Any, ...]:
+    """Values of `records.RENDERED_FIELDS`."""
+    if isinstance(outcome, RenderedPrompt):
+        return None, None, None, outcome.token_ids, outcome.truncated_prompt_tokens
+    if outcome.error_type == BLANK:
+        return "skipped", None, None, None, 0
+    return "error", outcome.error_type, str(outcome), None, 0

@@ -5,6 +5,7 @@ text with `{column}` placeholders. A `Wrapper` puts the filled template into wha
 model's chat markup, or system text and worked examples.
 """
 
+import re
 import unicodedata
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -33,10 +34,8 @@ _INVISIBLE = "".join(
 )
 _SENTINEL = "DraftmillUserTurn"
 _PROBES = (
-    "A",
     " lead and trail \n",
-    "\n\n\tindented\r\n",
-    "a\u00a0\u3000\u2028b\u00a0",
+    "\n\n\tindented\r\n a\u00a0\u3000\u2028b\u00a0",
     '{{ x }} {% if y %} <b>&amp; "quoted" \\n',
     "E\u0301 \u65e5\u672c\u8a9e \U0001f600 a\n\n\nb  c",
 )
@@ -187,8 +186,9 @@ class ChatTurns:
                 messages, add_generation_prompt=True, tokenize=False, **self.kwargs
             )
         except Exception as error:  # the template is a program of the model's author
-            reason = f"the chat template refuses the row: {_line(error)}"
-            raise RowError("chat_template", reason) from None
+            reason = " ".join(str(error).split()) or type(error).__name__
+            problem = f"the chat template refuses the row: {reason}"
+            raise RowError("chat_template", problem) from None
         return text
 
 
@@ -264,10 +264,6 @@ def _agrees(chat: ChatTurns, splice: Splice, probe: str) -> bool:
         return False
 
 
-def _line(error: Exception) -> str:
-    return " ".join(str(error).split()) or type(error).__name__
-
-
 def column_texts(column: pa.ChunkedArray, name: str, is_document: bool) -> list[CellText]:
     """One text per row of a column of any type.
 
@@ -312,6 +308,15 @@ def text_of(value: Any, name: str, is_document: bool) -> CellText:
     if is_document and not text.strip(_INVISIBLE):
         return RowError(BLANK, f"column {name!r} has no text")
     return text
+
+
+def break_up(text: str, tokens: Sequence[str]) -> str:
+    """The text with a space inside each of the tokens, so that it reads as ordinary text.
+
+    A space, not an invisible character: normalizers of some tokenizers drop those.
+    """
+    pattern = "|".join(re.escape(token) for token in sorted(tokens, key=len, reverse=True))
+    return re.sub(pattern, lambda m: f"{m[0][:1]} {m[0][1:]}" if len(m[0]) > 1 else " ", text)
 
 
 def _is_text(kind: pa.DataType) -> bool:

@@ -23,7 +23,7 @@ DEFAULT_TEXT_COLUMN: Mapping[str, str] = {"summarize": "summary", "translate": "
 class Section(BaseModel):
     """Base of all sections: immutable, and a misspelt key is an error."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
 class PromptConfig(Section):
@@ -257,7 +257,7 @@ def _read_yaml(path: Path) -> dict[str, Any]:
         return {}
     if not isinstance(content, dict):
         raise ConfigError("--config", f"{path} holds no mapping; write `section:` and keys below")
-    return content
+    return {key: value for key, value in content.items() if value is not None}  # empty sections
 
 
 def _parse_override(text: str) -> dict[str, Any]:
@@ -287,9 +287,12 @@ def _first_problem(error: ValidationError) -> ConfigError:
     """One line for the first problem; a union reports each branch, the last names the value."""
     problem = error.errors(include_url=False)[0]
     location = [str(part) for part in problem["loc"]]
-    if problem["type"] == "extra_forbidden":
+    if problem["type"] in ("extra_forbidden", "invalid_key"):
         return ConfigError(".".join(location), "unknown key; " + _suggest(location))
     if problem["type"] == "missing":
+        if len(location) == 1:  # a whole section: name the key that it must hold
+            section = _section_type(RunConfig.model_fields[location[0]].annotation) or RunConfig
+            location += [name for name, f in section.model_fields.items() if f.is_required()][:1]
         return ConfigError(".".join(location), "is required; set it in the config or with --set")
     message = problem["msg"].removeprefix("Value error, ")
     location = _without_union_branch(location)

@@ -20,8 +20,8 @@ from pipeline.errors import ConfigError, RowError
 
 DOCUMENT = "text"  # `{text}` is the document, whatever its column is called
 DEFAULT_TEMPLATES: Mapping[tuple[str, str], str] = {
-    ("summarize", "chat"): "Summarize the following text in up to three sentences. "
-    "State only what the text says.\n\n{text}",
+    ("summarize", "chat"): "Provide a concise, objective summary of the following text in up "
+    "to three sentences.\n\n{text}",
     ("summarize", "plain"): "Text: {text}\n\nSummary:",
 }
 BLANK = "blank"  # error type of a row without text: it is skipped, which is no error

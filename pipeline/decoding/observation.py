@@ -63,14 +63,14 @@ class RowObserver:
         before = len(self.end.tokens)
         over = self.end.push(new)
         now = time.perf_counter()
-        self._record(self.end.tokens[before:], now - self._last)
+        self._record(self.end.tokens[before:], over, now - self._last)
         self._length = input_ids.shape[1]
         self._last = now
         return torch.full((1,), over, dtype=torch.bool, device=input_ids.device)
 
-    def _record(self, kept: list[int], seconds: float) -> None:
+    def _record(self, kept: list[int], over: bool, seconds: float) -> None:
         # Drafts past the row's end never mattered to it: neither drafted nor accepted.
-        draft = self.draft[: len(kept)]
+        draft = self.draft[: len(kept)] if over else self.draft
         equal = (ours == theirs for ours, theirs in zip(draft, kept, strict=False))
         accepted = sum(takewhile(bool, equal))
         step = Step(self._length, len(draft), accepted, seconds, self.draft_seconds)

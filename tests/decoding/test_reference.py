@@ -94,9 +94,10 @@ def _expected_counts(forwards: list[list[int]], tokens: list[int]) -> tuple[int,
             matches += 1
         kept = min(matches + 1, len(left))
         spec_steps += bool(draft)
-        drafted += min(len(draft), kept)
         accepted += matches
         done += kept
+        # a rejected draft was drafted in full; only what lies past the row's end never counts
+        drafted += min(len(draft), kept) if done == len(tokens) else len(draft)
     assert done == len(tokens)
     return len(forwards), spec_steps, drafted, accepted
 

@@ -78,6 +78,13 @@ def test_the_end_is_the_first_completion_however_tokens_come(data: st.DataObject
     assert _decode(end.tokens).startswith(end.text())
 
 
+def test_special_tokens_do_not_push_a_stop_string_out_of_sight() -> None:
+    special = TOKENIZER.convert_tokens_to_ids("<|im_start|>")
+    spaced = [token for piece in _ids("one two") for token in (piece, *[special] * 5)]
+    end = _end_of(spaced, ["one two"])
+    assert (end.text(), end.reason, end.tokens[-1]) == ("", "stop", _ids("one two")[-1])
+
+
 def test_end_token_counts_and_is_not_text() -> None:
     tokens = [*_ids("done"), END, *_ids("never read")]
     for block in (1, 3, 100):

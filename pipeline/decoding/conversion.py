@@ -57,7 +57,9 @@ def convert_gguf(file: Path, folder: Path, key: str) -> None:
     """
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+    from transformers.utils.logging import disable_progress_bar
 
+    disable_progress_bar()
     logger.info("converting %s to a float32 model, once", file.name)
     started = time.monotonic()
     source = {"pretrained_model_name_or_path": str(file.parent), "gguf_file": file.name}

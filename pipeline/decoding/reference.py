@@ -152,8 +152,7 @@ class ReferenceEngine:
             max_new_tokens=observer.end.budget,
             do_sample=False,  # the noise is in the processors: argmax samples
             use_cache=True,
-            eos_token_id=sorted(self._end_tokens) or None,
-        )
+        )  # what is unset comes from the model's, which is neutral: end and pad tokens
         if self._decoding.method == "prompt_lookup":
             settings.prompt_lookup_num_tokens = self._decoding.num_draft_tokens
         with torch.inference_mode(), _guarded_lookup(self._model, observer):

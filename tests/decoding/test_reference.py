@@ -250,7 +250,7 @@ def test_drafting_runs_interleave_control_steps_and_charge_the_drafter(
         max_length = 10_000
 
         def get_candidates(self, ids: torch.Tensor) -> tuple[torch.Tensor, None]:
-            time.sleep(0.002)
+            time.sleep(0.01)
             token = (right.get(ids.shape[1], 0) + 1) % 500
             return torch.cat([ids, torch.full((1, 5), token)], dim=1), None
 
@@ -265,9 +265,9 @@ def test_drafting_runs_interleave_control_steps_and_charge_the_drafter(
     assert stats.num_accepted_draft_tokens == 0 and stats.method == "plain"
     assert stats.num_spec_steps + stats.num_control_steps == stats.num_target_forwards - 1
     assert 6 <= stats.num_control_steps <= 9  # three in each of two buckets, and a late one
-    assert stats.draft_seconds > 0.002 * stats.num_spec_steps
+    assert stats.draft_seconds > 0.01 * stats.num_spec_steps
     assert stats.draft_acceptance_rate == 0.0
-    assert stats.speedup is not None and stats.speedup < 0.6
+    assert stats.speedup is not None and stats.speedup < 0.8
 
 
 def test_speedup_is_unknown_without_evidence(model: Any) -> None:
@@ -415,7 +415,9 @@ def test_models_that_cannot_take_drafts_back_are_refused(model: Any) -> None:
     assert _decode(engine, _prompt(0), "f:0")[1].status == "ok"
 
 
-def test_build_engine_from_a_config(tiny_model_dir: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_build_engine_from_a_config(
+    tiny_model_dir: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     caplog.set_level("INFO", logger="pipeline.decoding")
     config = RunConfig.model_validate(
         {
@@ -425,7 +427,10 @@ def test_build_engine_from_a_config(tiny_model_dir: Path, caplog: pytest.LogCapt
             "decoding": {"max_new_tokens": 8, "method": "prompt_lookup"},
         }
     )
+    warm_up, warmed = ReferenceEngine.warm_up, []
+    monkeypatch.setattr(ReferenceEngine, "warm_up", lambda e: warmed.append(warm_up(e)))
     engine = build_engine(config, "float32", "cpu", 64, 1.0)
+    assert warmed == [None]
     engine.add_request(GenerationRequest("f:0", _prompt(0)[:20]))
     (completion,) = engine.step()
     assert completion.status == "ok" and completion.stats.completion_tokens == 8

@@ -82,7 +82,9 @@ def load_model(folder: Path, dtype: str, device: str, *, key: str = "model.targe
     """
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers.utils.logging import disable_progress_bar
 
+    disable_progress_bar()  # many actors' bars would garble the job's own output
     if device == "cuda" and not torch.cuda.is_available():
         problem = "no CUDA device here; give actors a GPU (resources.num_gpus) or use cpu"
         raise ConfigError("model.device", problem)

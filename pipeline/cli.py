@@ -48,7 +48,7 @@ def make_app(task: Task, about: str) -> typer.Typer:
             if print_config:
                 print(dump_yaml(loaded), end="")
                 return
-            _quiet_libraries()
+            quiet_libraries()
             if dry_run:
                 from pipeline.dryrun import dry_run as show_plan
 
@@ -76,7 +76,7 @@ def errors_to_exit_codes() -> Iterator[None]:
         raise SystemExit(130) from None
 
 
-def _quiet_libraries() -> None:
+def quiet_libraries() -> None:
     """Our own messages at INFO; of the libraries only warnings, and no bars of theirs."""
     logging.basicConfig(
         level=logging.WARNING, format="%(asctime)s  %(message)s", datefmt="%H:%M:%S"

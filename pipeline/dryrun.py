@@ -5,7 +5,7 @@ from typing import Any
 import psutil
 
 from pipeline.config import RunConfig
-from pipeline.decoding.checkpoint import estimate_memory, read_config
+from pipeline.decoding.checkpoint import count_parameters, estimate_memory, read_config
 from pipeline.decoding.loading import load_checkpoint_tokenizer
 from pipeline.prepare import Job, plan_run, prepare
 from pipeline.prompts import PromptRenderer, estimate_prompt_tokens
@@ -73,7 +73,8 @@ def _prompt_tokens(job: Job, units: list[Any], rows: int) -> str:
 
 def _memory(job: Job) -> list[str]:
     """Weights and KV cache against what the device has."""
-    size = estimate_memory(read_config(job.checkpoint), job.resolved.dtype, job.checkpoint)
+    parameters = count_parameters(job.checkpoint)
+    size = estimate_memory(read_config(job.checkpoint), job.resolved.dtype, parameters)
     length = job.resolved.max_model_len
     slot = size.kv_bytes_per_token * length
     free = _free_bytes(job.resolved.device) // (

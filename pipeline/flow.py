@@ -43,7 +43,8 @@ def start_ray() -> bool:
     """Connect to the cluster of RAY_ADDRESS or start one here; whether it was started."""
     # Idle OpenMP threads must not spin: two processes on the same cores then halve each other.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    os.environ.setdefault("RAY_DATA_DISABLE_PROGRESS_BARS", "1")
+    for talkative in ("ray._private.authentication", "ray.data._internal.progress"):
+        logging.getLogger(talkative).setLevel(logging.ERROR)
     if ray.is_initialized():
         return False
     ray.init(

@@ -6,7 +6,12 @@ from typing import Any
 import pyarrow as pa
 
 from pipeline.config import RunConfig
-from pipeline.decoding.checkpoint import Checkpoint, max_model_len, read_config, resolve
+from pipeline.decoding.checkpoint import (
+    Checkpoint,
+    read_config,
+    resolve,
+    resolve_max_model_len,
+)
 from pipeline.errors import ConfigError, InputError
 from pipeline.identity import Resolved, fingerprint, layout_settings, text_settings
 from pipeline.prompts import check_template, template_columns
@@ -110,13 +115,13 @@ def _carried_columns(config: RunConfig) -> dict[str, str]:
 
 
 def _resolve(config: RunConfig, checkpoint: Checkpoint) -> Resolved:
-    model_limit = max_model_len(read_config(checkpoint))
-    asked = config.resources.max_model_len
-    limit = model_limit if asked == "auto" else int(asked)
-    if limit > model_limit:
+    model = read_config(checkpoint)
+    if model.get("is_encoder_decoder"):
+        kind = model.get("model_type")
         raise ConfigError(
-            "resources.max_model_len", f"{limit} is more than the model's {model_limit}; lower it"
+            "model.target", f"{kind} is an encoder-decoder; choose a decoder-only model"
         )
+    limit = resolve_max_model_len(config.resources.max_model_len, model)
     if config.decoding.max_new_tokens >= limit:
         raise ConfigError(
             "decoding.max_new_tokens",

@@ -138,7 +138,11 @@ def _resolve_gguf(target: str, path: Path, key: str) -> Checkpoint:
 
 
 def _resolve_folder(target: str, path: Path, key: str) -> Checkpoint:
-    if not (path / "config.json").is_file():
+    try:
+        entries = {entry.name for entry in path.iterdir()}
+    except OSError as error:
+        raise ConfigError(key, f"cannot read {target}: {error.strerror}; grant access") from None
+    if "config.json" not in entries:
         problem = f"{target} has no config.json; give a folder written by save_pretrained"
         raise ConfigError(key, problem)
     weights = _weight_files(path)
@@ -181,7 +185,7 @@ def read_config(checkpoint: Checkpoint) -> dict[str, Any]:
         ConfigError: if the file is damaged.
     """
     try:
-        folder = _present_folder(checkpoint)
+        folder = present_folder(checkpoint)
         if folder is None:
             assert checkpoint.gguf_file is not None
             return conversion.read_gguf_config(checkpoint.gguf_file)[0]
@@ -194,7 +198,7 @@ def read_config(checkpoint: Checkpoint) -> dict[str, Any]:
 
 def count_parameters(checkpoint: Checkpoint) -> int | None:
     """Parameters, from the headers of the weight files; None before a hub id is downloaded."""
-    folder = _present_folder(checkpoint)
+    folder = present_folder(checkpoint)
     if folder is None:
         assert checkpoint.gguf_file is not None
         return conversion.read_gguf_config(checkpoint.gguf_file)[1]
@@ -250,7 +254,7 @@ def resolve_max_model_len(setting: Literal["auto"] | int, config: Mapping[str, A
     return setting
 
 
-def _present_folder(checkpoint: Checkpoint) -> Path | None:
+def present_folder(checkpoint: Checkpoint) -> Path | None:
     """A folder with config.json, without downloading weights or converting anything."""
     if checkpoint.folder is not None:
         return checkpoint.folder

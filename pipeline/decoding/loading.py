@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
+from pipeline.decoding.checkpoint import Checkpoint, present_folder
 from pipeline.errors import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -68,6 +69,27 @@ def load_tokenizer(folder: Path, *, key: str = "model.target") -> Any:
     except Exception as error:  # transformers raises whatever the files provoke
         problem = f"cannot load the tokenizer: {_line(error)}; add its files to the folder"
         raise ConfigError(key, problem) from error
+
+
+def load_checkpoint_tokenizer(checkpoint: Checkpoint) -> Any:
+    """The tokenizer of a checkpoint of which no more is converted or downloaded than it needs.
+
+    Raises:
+        ConfigError: naming the checkpoint's key, if it has no usable tokenizer.
+    """
+    from transformers import AutoTokenizer
+
+    folder = present_folder(checkpoint)
+    if folder is not None and checkpoint.hub_id is None:
+        return load_tokenizer(folder, key=checkpoint.key)
+    try:
+        if checkpoint.gguf_file is not None:
+            where, name = checkpoint.gguf_file.parent, checkpoint.gguf_file.name
+            return AutoTokenizer.from_pretrained(str(where), gguf_file=name)
+        return AutoTokenizer.from_pretrained(checkpoint.hub_id, revision=checkpoint.commit)
+    except Exception as error:
+        problem = f"cannot load the tokenizer: {_line(error)}; choose another model"
+        raise ConfigError(checkpoint.key, problem) from error
 
 
 def load_model(folder: Path, dtype: str, device: str, *, key: str = "model.target") -> Any:

@@ -12,14 +12,12 @@ from pipeline.flow import TASK_CPUS
 from pipeline.prepare import Job
 from pipeline.progress import Progress
 from pipeline.records import output_schema
-from pipeline.stats import RunTotals
+from pipeline.stats import RunTotals, fails_early
 from pipeline.store.lease import Lease
 from pipeline.store.ledger import Ledger, Publication
 from pipeline.store.plan import Part, Plan, Unit
 from pipeline.store.publish import publish_part, unpublished
 
-_EARLY_ROWS = 200  # when most of the first rows fail, the rest would only cost time
-_EARLY_ERROR_RATE = 0.5
 _MAX_PUBLISHING = 2
 
 
@@ -91,6 +89,7 @@ def watch(
     progress: Progress,
     lease: Lease,
     generation: int,
+    max_error_rate: float,
 ) -> None:
     """Run `work` in a thread and watch it to its end; `count` gives the progress to show.
 
@@ -116,7 +115,8 @@ def watch(
         publisher.step()
         progress.update(count())
         lease.check()
-        _stop_early(progress, generation)
+        if not generation and fails_early(progress.new, max_error_rate):
+            raise _stopped_early(progress.new)
         # Listing a million markers takes time of its own: look less often then.
         thread.join(max(1.0, 10 * (time.monotonic() - started)))
     for commit in ledger.refresh():
@@ -128,9 +128,8 @@ def watch(
     progress.update(count(), last=True)
 
 
-def _stop_early(progress: Progress, generation: int) -> None:
-    new = progress.new
-    if not generation and new.rows >= _EARLY_ROWS and new.error_rate > _EARLY_ERROR_RATE:
-        raise ErrorRateExceeded(
-            f"{new.rows_error} of the first {new.rows} rows failed; stopped early"
-        )
+def _stopped_early(new: RunTotals) -> ErrorRateExceeded:
+    return ErrorRateExceeded(
+        f"{new.rows_error:,} of the first {new.rows:,} rows failed: stopped early; what was "
+        "generated is committed"
+    )

@@ -99,7 +99,8 @@ def print_first_rows(job: Job, plan: Plan) -> None:
     for part in plan.parts():
         with job.store.fs.open(job.store.path(part.name), "rb") as handle:
             columns = ["source_file", "source_row", "status", "error", job.config.text_column]
-            for row in pq.read_table(handle, columns=columns).slice(0, _FIRST_ROWS).to_pylist():
+            batches = pq.ParquetFile(handle).iter_batches(_FIRST_ROWS, columns=columns)
+            for row in next(batches).to_pylist():
                 text = row[job.config.text_column]
                 body = row["error"] or row["status"] if text is None else text.strip()
                 where = f"{row['source_file']}, row {row['source_row']}: "

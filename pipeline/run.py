@@ -8,7 +8,6 @@ import json
 import logging
 import time
 import uuid
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -18,7 +17,7 @@ from pipeline.config import RunConfig
 from pipeline.errors import DraftmillError, ErrorRateExceeded, RunFailed
 from pipeline.prepare import Job, plan_run, prepare
 from pipeline.progress import Progress
-from pipeline.stats import RunTotals
+from pipeline.stats import RunTotals, fails_early
 from pipeline.store.files import Store
 from pipeline.store.lease import Lease
 from pipeline.store.ledger import DATA, Ledger, read_totals
@@ -54,12 +53,17 @@ def run(config: RunConfig, options: Options = Options(), make_factory: Any = Non
         plan = _begin(job, options)
         ledger = Ledger(job.store)
         ledger.refresh()
-        units = _units_to_do(job, plan, ledger, options)
-        finish = partial(_finish, job, plan, ledger, run_id)
-        if not units and not _parts_to_publish(plan, ledger):
-            return finish(None)
-        job.store.delete([SUCCESS])
-        return _execute(job, plan, ledger, units, run_id, lease, make_factory, finish)
+        if not options.retry_failed:
+            _refuse_failing_run(job, plan, ledger)
+        execute = partial(_execute, job, plan, ledger, run_id, lease, make_factory)
+        units = _pending_units(job, plan, ledger)
+        seconds = execute(units) if units or _parts_to_publish(plan, ledger) else None
+        if options.retry_failed:
+            units = failed_units(job.store, plan, ledger, ledger.newest_generation + 1)
+            if units:
+                print(f"{sum(u.num_rows for u in units):,} failed rows are tried again", flush=True)
+                seconds = (seconds or 0.0) + execute(units)
+        return _finish(job, plan, ledger, run_id, seconds)
 
 
 def _begin(job: Job, options: Options) -> Plan:
@@ -82,7 +86,18 @@ def _discard(store: Store) -> None:
     store.delete([SUMMARY_NAME])
 
 
-def _units_to_do(job: Job, plan: Plan, ledger: Ledger, options: Options) -> list[Unit]:
+def _refuse_failing_run(job: Job, plan: Plan, ledger: Ledger) -> None:
+    """A run that was stopped early for its failures would only fail again."""
+    counts = ledger.counts(plan)
+    if counts.rows < plan.num_rows and fails_early(counts, job.config.faults.max_error_rate):
+        raise ErrorRateExceeded(
+            f"{counts.rows_error:,} of the first {counts.rows:,} rows failed; see their errors, "
+            "then start over with --new-run, go on with --retry-failed, or raise "
+            "faults.max_error_rate"
+        )
+
+
+def _pending_units(job: Job, plan: Plan, ledger: Ledger) -> list[Unit]:
     units = list(ledger.pending_cells(plan))
     present = {file.name for file in job.listing.files}
     for unit in units:
@@ -91,14 +106,9 @@ def _units_to_do(job: Job, plan: Plan, ledger: Ledger, options: Options) -> list
                 f"input file {unit.file.name} is gone, but not all of its rows are done; bring it "
                 "back, or start over with --new-run"
             )
-    if options.retry_failed and not units:
-        units = failed_units(job.store, plan, ledger, ledger.newest_generation + 1)
     done, total = plan.num_rows - sum(u.num_rows for u in units), plan.num_rows
-    if units and (done or options.retry_failed):
-        what = "already done" if not units[0].generation else "done, the others are tried again"
-        print(f"{done:,} of {total:,} rows {what}", flush=True)
-    elif not units:
-        print(f"nothing to generate: {done:,} of {total:,} rows already done", flush=True)
+    what = f"{len(units):,} units to do" if units else "nothing to generate"
+    print(f"{done:,} of {total:,} rows already done: {what}", flush=True)
     return units
 
 
@@ -110,17 +120,17 @@ def _execute(
     job: Job,
     plan: Plan,
     ledger: Ledger,
-    units: list[Unit],
     run_id: str,
     lease: Lease,
     make_factory: Any,
-    finish: Callable[[float | None], int],
-) -> int:
-    """Start Ray, generate, publish; whatever breaks, say how to resume."""
+    units: list[Unit],
+) -> float:
+    """Start Ray, generate, publish; seconds of it. Whatever breaks, say how to resume."""
     from pipeline import flow, monitor  # imports ray
 
-    started_ray = flow.start_ray()
+    job.store.delete([SUCCESS])
     started = time.monotonic()
+    started_ray = flow.start_ray()
     try:
         generation = units[0].generation if units else 0
         publisher = monitor.Publisher(job, plan, ledger, units, report.file_metadata(job))
@@ -137,7 +147,9 @@ def _execute(
                 progress=progress,
                 lease=lease,
                 generation=generation,
+                max_error_rate=job.config.faults.max_error_rate,
             )
+        return time.monotonic() - started
     except DraftmillError:
         raise
     except KeyboardInterrupt:
@@ -148,7 +160,6 @@ def _execute(
     finally:
         if started_ray:
             flow.stop_ray()
-    return finish(time.monotonic() - started)
 
 
 def _count(ledger: Ledger, plan: Plan, generation: int) -> RunTotals:

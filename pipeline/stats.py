@@ -116,5 +116,15 @@ class RunTotals:
         return self.idle_seconds / whole if whole > 0 else None
 
 
+EARLY_ROWS = 200
+EARLY_ERROR_RATE = 0.5
+
+
+def fails_early(counts: RunTotals, max_error_rate: float) -> bool:
+    """Whether most of the first rows failed, so that the rest would only cost time."""
+    limit = max(EARLY_ERROR_RATE, max_error_rate)
+    return counts.rows >= EARLY_ROWS and counts.error_rate > limit
+
+
 def _sum(table: pa.Table, column: str) -> float:
     return float(pc.sum(table.column(column)).as_py() or 0.0)

@@ -3,6 +3,7 @@
 import functools
 import hashlib
 import os
+import resource
 import sys
 import time
 from dataclasses import dataclass
@@ -98,7 +99,10 @@ def main() -> None:
     with errors_to_exit_codes():
         loaded = load_config([Path(config)], task="summarize")
         options = Options(retry_failed="--retry-failed" in sys.argv)
-        sys.exit(run(loaded, options, fake_factory(behaviour)))
+        code = run(loaded, options, fake_factory(behaviour))
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024
+        print(f"driver peak: {peak} MiB", flush=True)
+        sys.exit(code)
 
 
 if __name__ == "__main__":

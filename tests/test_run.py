@@ -10,8 +10,9 @@ import pyarrow.dataset
 import pyarrow.parquet as pq
 import pytest
 
+from pipeline import monitor
 from pipeline.config import load_config
-from pipeline.errors import ConfigError, InputError, RunFailed
+from pipeline.errors import ConfigError, ErrorRateExceeded, InputError, RunFailed
 from pipeline.records import output_schema
 from pipeline.run import Options, run
 from pipeline.status import describe, read_status
@@ -185,13 +186,44 @@ def rows(table):
     return table.to_pylist()
 
 
-def test_run_of_failures_stops_early(job, corpus):
-    write(corpus / "c.parquet", range(3000))
-    from pipeline.errors import ErrorRateExceeded
-
+def test_run_of_failures_stops_early_and_goes_on_when_told(job, corpus):
+    write(corpus / "c.parquet", range(1500))
+    units = "input.unit_rows=50"
     with pytest.raises(ErrorRateExceeded, match="stopped early"):
-        job("input.unit_rows=50", fail_all=True, seconds_per_row=0.003)
-    assert read_status(str(job.output)).snapshot.counts.rows < 3000
+        job(units, fail_all=True, seconds_per_row=0.003)
+    done = read_status(str(job.output)).snapshot.counts.rows
+    assert 200 <= done < 1550
+    generated = job.generated()
+    with pytest.raises(ErrorRateExceeded, match=r"of the first .* rows failed"):
+        job(units)
+    assert job.generated() == generated
+    assert job(units, options=Options(retry_failed=True)) == 0
+    assert set(job.table()["status"].to_pylist()) == {"ok"}
+    assert len(job.table()) == 1550
+
+
+def broken_publish(*_):
+    raise OSError("no space left for the part")
+
+
+def test_run_killed_before_publishing_publishes_without_generating(job, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(monitor, "publish_part", broken_publish)
+        with pytest.raises(RunFailed, match=r"no space left for the part; .* rows are committed"):
+            job()
+    assert not list(job.output.glob("*.parquet"))
+    job()  # rows that were not committed when the first part failed
+    generated = job.generated()
+    assert addresses(job.table()) == ALL
+    assert set(generated.values()) == {1}
+
+
+def test_only_empty_files_are_nothing_to_do(job, corpus):
+    for file in list(corpus.rglob("*.parquet")):
+        file.unlink()
+    write(corpus / "a.parquet", [])
+    assert job() == 0
+    assert (job.output / "_SUCCESS").exists()
 
 
 def test_summary_counts_what_happened(job):

@@ -1,0 +1,87 @@
+"""`ray job submit` against a standing cluster: the way the jobs run in production."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pyarrow.dataset
+import pytest
+
+pytestmark = [pytest.mark.ray, pytest.mark.timeout(300)]
+ROOT = Path(__file__).parents[1]
+RAY = Path(sys.executable).parent / "ray"
+
+
+def free_ports(count: int) -> list[int]:
+    sockets = [socket.socket() for _ in range(count)]
+    for held in sockets:
+        held.bind(("127.0.0.1", 0))
+    ports = [held.getsockname()[1] for held in sockets]
+    for held in sockets:
+        held.close()
+    return ports
+
+
+@pytest.fixture
+def cluster(tmp_path):
+    """A head node of its own, on free ports; ended by its process group, never by `ray stop`."""
+    names = ["port", "dashboard-port", "dashboard-agent-listen-port", "dashboard-agent-grpc-port"]
+    names += ["node-manager-port", "object-manager-port", "runtime-env-agent-port"]
+    names += ["metrics-export-port"]
+    ports = dict(zip(names, free_ports(len(names)), strict=True))
+    token = tmp_path / "token"
+    token.write_text("0" * 32 + "test")
+    environment = {**os.environ, "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(token)}
+    environment.pop("RAY_ADDRESS", None)
+    process = subprocess.Popen(
+        [
+            *[RAY, "start", "--head", "--block", "--num-cpus=2", "--node-ip-address=127.0.0.1"],
+            *["--disable-usage-stats", *(f"--{name}={port}" for name, port in ports.items())],
+        ],
+        env=environment,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
+    )
+    environment["RAY_API_SERVER_ADDRESS"] = f"http://127.0.0.1:{ports['dashboard-port']}"
+    yield environment
+    os.killpg(process.pid, signal.SIGTERM)
+    process.wait(timeout=60)
+
+
+def submit(environment: dict[str, str], *overrides: str) -> subprocess.CompletedProcess:
+    """Submit the demo's config; the cluster's agent may be late, so that error is retried."""
+    sets = [word for override in overrides for word in ("--set", override)]
+    job = [*["python", "jobs/summarize.py", "--config", "conf/demo.yaml"], *sets]
+    command = [RAY, "job", "submit", "--working-dir", ".", "--", *job]
+    deadline = time.monotonic() + 90
+    while True:
+        done = subprocess.run(
+            command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=240
+        )
+        started = "submitted successfully" in done.stdout
+        if started or time.monotonic() > deadline:
+            return done
+        time.sleep(2)
+
+
+def test_submitted_job_and_its_exit_status(cluster, tiny_model_dir, tmp_path):
+    settings = [
+        f"model.target={tiny_model_dir}",
+        f"output.path={tmp_path / 'out'}",
+        "decoding.max_new_tokens=8",
+        "input.path=tests/data/sotu.parquet",
+    ]
+    done = submit(cluster, *settings)
+    assert done.returncode == 0, done.stdout + done.stderr
+    table = pyarrow.dataset.dataset(tmp_path / "out").to_table()
+    assert table["source_row"].to_pylist() == list(range(24))
+    assert "24 ok" in done.stdout
+
+    failed = submit(cluster, *settings, "decoding.seed=7")
+    assert failed.returncode == 1, failed.stdout + failed.stderr
+    assert "decoding.seed (0 -> 7)" in failed.stdout

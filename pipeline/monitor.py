@@ -123,7 +123,7 @@ def watch(
         if commit.generation == generation:
             publisher.committed(commit.file_id, commit.start)
     if failure:
-        raise failure[0]
+        raise failure.pop()  # popped, for the frames in its traceback hold the list
     publisher.step(block=True)
     progress.update(count(), last=True)
 

@@ -9,10 +9,12 @@ import pyarrow as pa
 import pyarrow.dataset
 import pyarrow.parquet as pq
 import pytest
+import ray
 
 from pipeline import monitor
 from pipeline.config import load_config
 from pipeline.errors import ConfigError, ErrorRateExceeded, InputError, RunFailed
+from pipeline.flow import start_ray
 from pipeline.records import output_schema
 from pipeline.run import Options, run
 from pipeline.status import describe, read_status
@@ -54,7 +56,14 @@ class Job:
     def __call__(self, *overrides, options=Options(), **behaviour):  # noqa: B008
         config = load_config([], [*self._base, *overrides], task="summarize")
         fake = Behaviour(journal=str(self.journal), **behaviour)
-        return run(config, options, fake_factory(fake))
+        try:
+            return run(config, options, fake_factory(fake))
+        except (RunFailed, ErrorRateExceeded):
+            # As the end of the driver does. Here the log records that pytest keeps hold the frames
+            # of the failed execution, these its actors, and these their CPUs.
+            ray.shutdown()
+            start_ray()
+            raise
 
     def table(self):
         return pyarrow.dataset.dataset(self.output).to_table()
@@ -78,8 +87,6 @@ ALL = [("a.parquet", i) for i in range(30)] + [("sub/b.parquet", i) for i in ran
 
 
 def test_every_row_once_in_order_for_every_reader(job):
-    import ray
-
     assert job() == 0
     table = job.table()
     assert addresses(table) == ALL

@@ -26,6 +26,8 @@ _CPUS_LEFT_FREE = 0.5
 _READ_TASKS = 2  # each decodes a row group forwards; more would decode it again
 _BATCHES_IN_FLIGHT = 4
 _RAY_SETTINGS = {
+    # A thread that outlives the run must not start a cluster of its own.
+    "RAY_ENABLE_AUTO_CONNECT": "0",
     # Ray's own processes would push a nicer engine aside: a tenth of its speed on two cores.
     "RAY_worker_niceness": "0",
     # Reading and committing are short tasks far apart; by default each finds its worker stopped

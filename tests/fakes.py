@@ -89,13 +89,15 @@ def fake_factory(behaviour: Behaviour):
 
 def main() -> None:
     """A job with the fake engine, for tests that kill it: `python tests/fakes.py JOURNAL SECONDS
-    CONFIG [--retry-failed]`."""
+    CONFIG [--retry-failed] [--fail-all]`."""
     from pipeline.cli import errors_to_exit_codes
     from pipeline.config import load_config
     from pipeline.run import Options, run
 
     journal, seconds, config = sys.argv[1:4]
-    behaviour = Behaviour(journal=journal, seconds_per_row=float(seconds))
+    behaviour = Behaviour(
+        journal=journal, seconds_per_row=float(seconds), fail_all="--fail-all" in sys.argv
+    )
     with errors_to_exit_codes():
         loaded = load_config([Path(config)], task="summarize")
         options = Options(retry_failed="--retry-failed" in sys.argv)

@@ -1,4 +1,4 @@
-"""kill -9 in the middle of a run: the same command finishes it, every row once."""
+"""Runs that end early, by kill -9 or by their failures, in processes of their own."""
 
 import os
 import re
@@ -24,21 +24,25 @@ ROWS = 200
 
 @pytest.fixture
 def job(tmp_path, tiny_model_dir):
-    texts = [f"The mill number {n} stands by the river." for n in range(ROWS)]
+    return make_job(tmp_path, tiny_model_dir, ROWS)
+
+
+def make_job(tmp_path: Path, model: Path, rows: int) -> Path:
+    texts = [f"The mill number {n} stands by the river." for n in range(rows)]
     pq.write_table(pa.table({"text": texts}), tmp_path / "in.parquet", row_group_size=60)
     config = {
         "input": {"path": str(tmp_path / "in.parquet"), "unit_rows": 5},
         "output": {"path": str(tmp_path / "out"), "rows_per_file": 50},
-        "model": {"target": str(tiny_model_dir)},
+        "model": {"target": str(model)},
     }
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(config))
     return tmp_path
 
 
-def start(job: Path, seconds_per_row: float) -> subprocess.Popen:
+def start(job: Path, seconds_per_row: float, *options: str) -> subprocess.Popen:
     command = [sys.executable, "tests/fakes.py", job / "journal", str(seconds_per_row)]
     return subprocess.Popen(
-        [*command, job / "config.yaml"],
+        [*command, job / "config.yaml", *options],
         cwd=ROOT,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         stdout=subprocess.PIPE,
@@ -63,9 +67,9 @@ def journal(job: Path) -> list[list[str]]:
     return [line.split() for line in (job / "journal").read_text().splitlines()]
 
 
-def check_output(job: Path) -> None:
+def check_output(job: Path, rows: int = ROWS) -> None:
     table = pyarrow.dataset.dataset(job / "out").to_table()
-    assert table["source_row"].to_pylist() == list(range(ROWS))
+    assert table["source_row"].to_pylist() == list(range(rows))
     assert table["summary"].null_count == 0
     assert (job / "out" / "_SUCCESS").exists()
 
@@ -103,3 +107,19 @@ def test_killed_actor(job):
     assert len({pid for _, pid in journal(job)}) == 2
     assert sum(times - 1 for times in generated.values()) <= len(first) - done + 5
     assert re.search(r"200 ok", output)
+
+
+def test_run_of_failures_stops_early_and_goes_on_when_told(tmp_path, tiny_model_dir):
+    job = make_job(tmp_path, tiny_model_dir, 1500)
+    output, _ = (first := start(job, 0.003, "--fail-all")).communicate(timeout=200)
+    assert first.returncode == 3, output
+    assert "rows failed: stopped early" in output
+    done = read_status(str(job / "out")).snapshot.counts.rows
+    assert 200 <= done < 1500
+    generated = journal(job)
+    output, _ = (second := start(job, 0.0)).communicate(timeout=200)
+    assert (second.returncode, journal(job)) == (3, generated), output
+    assert "--retry-failed" in output
+    output, _ = (third := start(job, 0.0, "--retry-failed")).communicate(timeout=200)
+    assert third.returncode == 0, output
+    check_output(job, 1500)

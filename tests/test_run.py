@@ -193,22 +193,6 @@ def rows(table):
     return table.to_pylist()
 
 
-def test_run_of_failures_stops_early_and_goes_on_when_told(job, corpus):
-    write(corpus / "c.parquet", range(1500))
-    units = "input.unit_rows=50"
-    with pytest.raises(ErrorRateExceeded, match="stopped early"):
-        job(units, fail_all=True, seconds_per_row=0.003)
-    done = read_status(str(job.output)).snapshot.counts.rows
-    assert 200 <= done < 1550
-    generated = job.generated()
-    with pytest.raises(ErrorRateExceeded, match=r"of the first .* rows failed"):
-        job(units)
-    assert job.generated() == generated
-    assert job(units, options=Options(retry_failed=True)) == 0
-    assert set(job.table()["status"].to_pylist()) == {"ok"}
-    assert len(job.table()) == 1550
-
-
 def broken_publish(*_):
     raise OSError("no space left for the part")
 

@@ -61,6 +61,9 @@ def start_ray() -> bool:
     for name, value in _RAY_SETTINGS.items():  # for a cluster that starts here
         os.environ.setdefault(name, value)
     ray.init(
+        # Only the address that we are told: Ray would also try, for minutes, the last cluster that
+        # ran on this host, dead or alive.
+        address=os.environ.get("RAY_ADDRESS", "local"),
         include_dashboard=False,
         logging_level=logging.WARNING,
         runtime_env={"env_vars": _WORKER_ENVIRONMENT},

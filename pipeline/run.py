@@ -21,8 +21,8 @@ from pipeline.stats import RunTotals, fails_early
 from pipeline.store.files import Store
 from pipeline.store.lease import Lease
 from pipeline.store.ledger import DATA, Ledger, read_totals
-from pipeline.store.plan import PLAN_NAME, RUN_FOLDER, Plan, Unit
-from pipeline.store.publish import SUCCESS, failed_units, unpublished
+from pipeline.store.plan import PLAN_NAME, RUN_FOLDER, SUCCESS, Plan, Unit
+from pipeline.store.publish import failed_units, unpublished
 
 logger = logging.getLogger(__name__)
 

@@ -12,8 +12,7 @@ from pipeline.stats import RunTotals
 from pipeline.store.files import Store
 from pipeline.store.lease import describe_holder
 from pipeline.store.ledger import Commit, Ledger
-from pipeline.store.plan import Plan, read_plan
-from pipeline.store.publish import SUCCESS
+from pipeline.store.plan import SUCCESS, Plan, read_plan
 
 State = Literal["finished", "running", "stopped", "unaccepted"]
 

@@ -37,6 +37,7 @@ def cluster(tmp_path):
     token.write_text("0" * 32 + "test")
     environment = {**os.environ, "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(token)}
     environment.pop("RAY_ADDRESS", None)
+    environment["PATH"] = f"{RAY.parent}:{environment['PATH']}"  # as with an activated venv
     process = subprocess.Popen(
         [
             *[RAY, "start", "--head", "--block", "--num-cpus=2", "--node-ip-address=127.0.0.1"],

@@ -20,6 +20,7 @@ from pipeline.store.listing import InputFile, file_id
 
 RUN_FOLDER = "_run"  # a leading underscore: pyarrow, Spark and Ray pass over it
 PLAN_NAME = f"{RUN_FOLDER}/plan.json"
+SUCCESS = "_SUCCESS"  # written last, when every row is done and accepted
 _MAX_UNIT_ROWS = 512  # what a kill costs at most, per actor and batch in flight
 _UNITS_PER_ACTOR = 32
 

@@ -19,8 +19,6 @@ from pipeline.store.ledger import Commit, Ledger, Publication, read_totals, writ
 from pipeline.store.plan import Part, Plan, Unit
 from pipeline.store.sink import check_written, to_parquet
 
-SUCCESS = "_SUCCESS"
-
 
 def publish_part(
     store: Store,

@@ -37,6 +37,7 @@ _RAY_SETTINGS = {
 _WORKER_ENVIRONMENT = {
     "OMP_WAIT_POLICY": "PASSIVE",  # see `cli.quiet_libraries`
     "TOKENIZERS_PARALLELISM": "false",  # the prompt stage reserves a tenth of a core
+    "TQDM_DISABLE": "1",  # bars of libraries, from several processes at once
 }
 
 

@@ -247,3 +247,31 @@ def test_kept_columns_keep_their_types_and_values(job, corpus):
     assert table["tags"].to_pylist() == extra["tags"].to_pylist()
     assert table["kind"].to_pylist() == extra["kind"].to_pylist()
     assert "id" not in table.column_names
+
+
+@pytest.mark.parametrize("sampling", [[], ["decoding.temperature=0.8", "decoding.seed=5"]])
+def test_drafts_change_no_byte_of_the_output(corpus, tiny_model_dir, tmp_path, sampling):
+    """The real engine in float32: plain and prompt lookup, greedy and sampled."""
+    tables = {}
+    for method in ("plain", "prompt_lookup"):
+        settings = [
+            f"input.path={corpus}",
+            f"output.path={tmp_path / method}",
+            f"model.target={tiny_model_dir}",
+            "model.dtype=float32",
+            f"decoding.method={method}",
+            "decoding.max_new_tokens=40",
+            *sampling,
+        ]
+        assert run(load_config([], settings, task="summarize")) == 0
+        tables[method] = pyarrow.dataset.dataset(tmp_path / method).to_table()
+    plain, lookup = tables["plain"], tables["prompt_lookup"]
+    assert plain["summary"].to_pylist() == lookup["summary"].to_pylist()
+    assert sum(lookup["num_accepted_draft_tokens"].to_pylist()) > 50
+    for row in plain.to_pylist():
+        assert row["completion_tokens"] == row["num_target_forwards"]
+        assert row["speedup"] is None or row["speedup"] == pytest.approx(1, abs=0.03)
+    for row in lookup.to_pylist():
+        emitted = row["num_target_forwards"] + row["num_accepted_draft_tokens"]
+        assert emitted - row["completion_tokens"] in (0, 1)
+        assert row["num_accepted_draft_tokens"] <= row["num_draft_tokens"]

@@ -20,7 +20,7 @@ from typing import Any
 import psutil
 from filelock import FileLock
 
-from pipeline.errors import LockedError, RunFailed
+from pipeline.errors import ConfigError, LockedError, RunFailed
 from pipeline.store.files import Store
 from pipeline.store.plan import RUN_FOLDER
 
@@ -49,6 +49,7 @@ class Lease:
 
     Raises on entry:
         LockedError: a living run holds it.
+        ConfigError: the output folder cannot be written.
     """
 
     def __init__(self, store: Store, run_id: str, period_s: float = PERIOD_S) -> None:
@@ -61,7 +62,13 @@ class Lease:
         self._thread: threading.Thread | None = None
 
     def __enter__(self) -> "Lease":
-        self._acquire()
+        try:
+            self._acquire()
+        except (PermissionError, NotADirectoryError) as error:
+            where = error.filename or self._store.url
+            raise ConfigError(
+                "output.path", f"cannot write {where}: {error.strerror}; choose another folder"
+            ) from None
         self._thread = threading.Thread(target=self._beat, name="lease", daemon=True)
         self._thread.start()
         return self

@@ -10,7 +10,7 @@ import time
 import psutil
 import pytest
 
-from pipeline.errors import LockedError, RunFailed
+from pipeline.errors import ConfigError, LockedError, RunFailed
 from pipeline.store import lease as lease_module
 from pipeline.store.files import Store
 from pipeline.store.lease import LEASE_NAME, Lease, describe_holder
@@ -93,3 +93,9 @@ def test_heartbeat_counts_and_loss_is_noticed(store):
         with pytest.raises(RunFailed, match="took over"):
             lease.check()
     assert json.loads(store.read(LEASE_NAME))["token"] == "theirs"  # not ours to remove
+
+
+def test_output_that_cannot_be_written_is_a_config_error(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match=r"^output.path: cannot write .*file"):
+        Lease(Store(str(tmp_path / "file" / "out")), "r1").__enter__()

@@ -1,11 +1,11 @@
 """The prompt stage: renders and tokenises prompts on the CPU, apart from the engines."""
 
 import pyarrow as pa
-from pipeline.decoding.loading import load_tokenizer
-from pipeline.prompts import PromptRenderer
 
 from pipeline.config import RunConfig
 from pipeline.decoding.checkpoint import materialize, resolve
+from pipeline.decoding.loading import load_tokenizer
+from pipeline.prompts import PromptRenderer
 
 
 class PromptActor:

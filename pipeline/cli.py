@@ -12,6 +12,7 @@ import typer
 
 from pipeline.config import Task, dump_yaml, load_config
 from pipeline.errors import ConfigError, DraftmillError
+from pipeline.progress import is_working
 
 
 def make_app(task: Task, about: str) -> typer.Typer:
@@ -71,6 +72,9 @@ def errors_to_exit_codes() -> Iterator[None]:
         if os.environ.get("DRAFTMILL_DEBUG"):
             raise
         print(f"error: {error}", file=sys.stderr, flush=True)
+        if is_working():  # given up early: what is committed is safe, the rest may just end
+            sys.stdout.flush()
+            os._exit(error.exit_code)
         raise SystemExit(error.exit_code) from None
     except KeyboardInterrupt:
         raise SystemExit(130) from None

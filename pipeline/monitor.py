@@ -10,7 +10,7 @@ import ray
 from pipeline.errors import ErrorRateExceeded
 from pipeline.flow import TASK_CPUS
 from pipeline.prepare import Job
-from pipeline.progress import Progress
+from pipeline.progress import WORK_THREAD, Progress
 from pipeline.records import output_schema
 from pipeline.stats import RunTotals, fails_early
 from pipeline.store.lease import Lease
@@ -105,7 +105,7 @@ def watch(
         except BaseException as error:
             failure.append(error)
 
-    thread = threading.Thread(target=guarded, name="generate", daemon=True)
+    thread = threading.Thread(target=guarded, name=WORK_THREAD, daemon=True)
     thread.start()
     while thread.is_alive():
         started = time.monotonic()

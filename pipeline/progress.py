@@ -4,6 +4,7 @@ Computed from marker counts alone, so that `jobs/status.py` says the same from o
 """
 
 import sys
+import threading
 import time
 from dataclasses import dataclass
 
@@ -13,7 +14,13 @@ from rich.progress import Progress as RichBar
 
 from pipeline.stats import RunTotals
 
+WORK_THREAD = "generate"  # the thread in which Ray Data runs
 _LINE_EVERY_S = 10.0
+
+
+def is_working() -> bool:
+    """Whether Ray Data still runs in this process, although its watcher has given up."""
+    return any(thread.name == WORK_THREAD for thread in threading.enumerate())
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from pipeline import report
 from pipeline.config import RunConfig
 from pipeline.errors import DraftmillError, ErrorRateExceeded, RunFailed
 from pipeline.prepare import Job, plan_run, prepare
-from pipeline.progress import Progress
+from pipeline.progress import Progress, is_working
 from pipeline.stats import RunTotals, fails_early
 from pipeline.store.files import Store
 from pipeline.store.lease import Lease
@@ -158,7 +158,9 @@ def _execute(
         logger.debug("run failed", exc_info=True)
         raise RunFailed(f"{report.root_cause(error)}; {_how_to_resume(ledger, plan)}") from error
     finally:
-        if started_ray:
+        # Under a working executor Ray may crash the process when it is shut down: then the end of
+        # the process, which its workers share, has to do (see `cli.errors_to_exit_codes`).
+        if started_ray and not is_working():
             flow.stop_ray()
 
 

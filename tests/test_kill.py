@@ -110,16 +110,16 @@ def test_killed_actor(job):
 
 
 def test_run_of_failures_stops_early_and_goes_on_when_told(tmp_path, tiny_model_dir):
-    job = make_job(tmp_path, tiny_model_dir, 1500)
-    output, _ = (first := start(job, 0.003, "--fail-all")).communicate(timeout=200)
+    job = make_job(tmp_path, tiny_model_dir, 600)
+    output, _ = (first := start(job, 0.01, "--fail-all")).communicate(timeout=200)
     assert first.returncode == 3, output
     assert "rows failed: stopped early" in output
     done = read_status(str(job / "out")).snapshot.counts.rows
-    assert 200 <= done < 1500
+    assert 200 <= done < 600
     generated = journal(job)
     output, _ = (second := start(job, 0.0)).communicate(timeout=200)
     assert (second.returncode, journal(job)) == (3, generated), output
     assert "--retry-failed" in output
     output, _ = (third := start(job, 0.0, "--retry-failed")).communicate(timeout=200)
     assert third.returncode == 0, output
-    check_output(job, 1500)
+    check_output(job, 600)

@@ -67,6 +67,15 @@ def journal(job: Path) -> list[list[str]]:
     return [line.split() for line in (job / "journal").read_text().splitlines()]
 
 
+def settled_journal(job: Path) -> list[list[str]]:
+    """The journal once the workers of an ended driver have followed it."""
+    before, now = [], journal(job)
+    while now != before:
+        time.sleep(2)
+        before, now = now, journal(job)
+    return now
+
+
 def check_output(job: Path, rows: int = ROWS) -> None:
     table = pyarrow.dataset.dataset(job / "out").to_table()
     assert table["source_row"].to_pylist() == list(range(rows))
@@ -116,7 +125,7 @@ def test_run_of_failures_stops_early_and_goes_on_when_told(tmp_path, tiny_model_
     assert "rows failed: stopped early" in output
     done = read_status(str(job / "out")).snapshot.counts.rows
     assert 200 <= done < 600
-    generated = journal(job)
+    generated = settled_journal(job)
     output, _ = (second := start(job, 0.0)).communicate(timeout=200)
     assert (second.returncode, journal(job)) == (3, generated), output
     assert "--retry-failed" in output

@@ -48,10 +48,6 @@ class Shares:
     num_cpus: float
     num_gpus: float
 
-    @property
-    def threads(self) -> int:
-        return max(1, math.ceil(self.num_cpus))
-
 
 def start_ray() -> bool:
     """Connect to the cluster of RAY_ADDRESS or start one here; whether it was started."""

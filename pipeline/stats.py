@@ -109,12 +109,6 @@ class RunTotals:
             return None
         return (self.measured_prefill_seconds + self.plain_decode_seconds) / measured
 
-    @property
-    def idle_share(self) -> float | None:
-        """Share of the engines' time between first and last row with nothing to do."""
-        whole = self.idle_seconds + self.busy_seconds
-        return self.idle_seconds / whole if whole > 0 else None
-
 
 EARLY_ROWS = 200
 EARLY_ERROR_RATE = 0.5

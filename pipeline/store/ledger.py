@@ -53,22 +53,20 @@ class Commit:
     counts: RunTotals = field(compare=False)
 
     @property
+    def _where(self) -> str:
+        return f"{self.file_id}.{self.start:012d}-{self.stop:012d}.g{self.generation}"
+
+    @property
     def marker(self) -> str:
-        where = f"{self.file_id}.{self.start:012d}-{self.stop:012d}.g{self.generation}"
-        return f"{COMMITS}/{where}.{_format_counts(self.counts)}.{self.attempt}.json"
+        return f"{COMMITS}/{self._where}.{_format_counts(self.counts)}.{self.attempt}.json"
 
     @property
     def data(self) -> str:
-        where = f"{self.file_id}.{self.start:012d}-{self.stop:012d}.g{self.generation}"
-        return f"{DATA}/{where}.{self.attempt}.parquet"
+        return f"{DATA}/{self._where}.{self.attempt}.parquet"
 
     @property
     def run_id(self) -> str:
         return self.attempt.rpartition("-")[0]
-
-    @property
-    def range(self) -> tuple[int, int]:
-        return self.start, self.stop
 
     @classmethod
     def parse(cls, marker: str) -> "Commit | None":

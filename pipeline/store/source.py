@@ -30,10 +30,6 @@ class UnitSource(Datasource):  # type: ignore[misc]
         self._schema = schema
         self._options = storage_options
 
-    @property
-    def num_units(self) -> int:
-        return len(self._units)
-
     def estimate_inmemory_data_size(self) -> int | None:
         return None
 

@@ -19,15 +19,38 @@ SpeedupBasis = Literal["control_steps", "none"]
 
 
 @dataclass(frozen=True)
+class SamplingParams:
+    """How one row is decoded. Names and meaning as in transformers; temperature 0 is greedy.
+
+    `end_tokens`: ids that end the row; None: those of the model. `timeout_s`: seconds from the
+    row's first pass to its deadline.
+    """
+
+    max_new_tokens: int = 256
+    temperature: float = 0.0
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    repetition_penalty: float = 1.0
+    banned_tokens: tuple[int, ...] = ()
+    stop: tuple[str, ...] = ()
+    end_tokens: tuple[int, ...] | None = None
+    seed: int = 0
+    timeout_s: float | None = None
+
+
+@dataclass(frozen=True)
 class GenerationRequest:
     """One row for an engine.
 
     `row_key` is the row's identity, `<path relative to the input root>:<index in the file>`: with
     the seed it fixes the sampling noise, so that no retry, batch or actor changes the output.
+    `sampling`: the row's own; None: the run's.
     """
 
     row_key: str
     prompt_token_ids: Sequence[int]
+    sampling: SamplingParams | None = None
 
 
 @dataclass

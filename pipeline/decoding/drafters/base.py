@@ -24,7 +24,7 @@ class Drafter(Protocol):
     """Proposes draft tokens for many rows at once."""
 
     def propose(self, rows: Sequence[DraftRow], limits: Sequence[int]) -> list[list[int]]:
-        """Draft tokens to follow each row's `tokens`, at most `limits[i]` (may be 0), maybe none."""
+        """Draft tokens after each row's `tokens`: at most `limits[i]` (may be 0), maybe none."""
         ...
 
     def observe(self, row: DraftRow, num_drafted: int, num_accepted: int) -> None:

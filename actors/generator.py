@@ -1,7 +1,8 @@
 """The generation actor: an async Ray Data callable in front of one engine thread.
 
-Several batches are in flight at once, so that the engine stays full across their edges. Plain
-class: Ray Data makes it an actor; tests use it without a cluster.
+Several batches are in flight at once, so that the engine stays full across their edges. Each is
+committed here as soon as it is generated, while the engine goes on with the others. Plain class:
+Ray Data makes it an actor; tests use it without a cluster.
 """
 
 import asyncio
@@ -23,29 +24,47 @@ from pipeline.records import (
     GenerationRequest,
     completed_schema,
 )
+from pipeline.store.commit import Committer
 
 EngineFactory = Callable[[], Engine]
+MARKERS = pa.schema([pa.field("marker", pa.string())])
 
 
 class GenerationActor:
-    """Turns tables of `records.rendered_schema` into tables of `records.completed_schema`."""
+    """Generates and commits tables of `records.rendered_schema`; returns the markers' names."""
 
     def __init__(
-        self, engine_factory: EngineFactory, kept: list[pa.Field], text_column: str, run_id: str
+        self,
+        engine_factory: EngineFactory,
+        kept: list[pa.Field],
+        text_column: str,
+        run_id: str,
+        committer: Committer,
     ) -> None:
         self._schema = completed_schema(text_column, kept)
         self._kept = [field.name for field in kept]
         self._text_column = text_column
         self._run_id = run_id
+        self._committer = committer
         self._thread = EngineThread(engine_factory())
 
     async def __call__(self, rows: pa.Table) -> pa.Table:
-        """One output row per input row, in order; one block per call, so that replays agree."""
+        """Generate and commit one batch: a table of `MARKERS`.
+
+        One block per call, so that replays agree. A replay commits anew: the ledger takes one of
+        the attempts.
+
+        Raises:
+            EngineError: the engine failed; nothing of the batch is committed.
+            RunFailed or OSError: it could not be committed.
+        """
         futures = self._submit(rows)
         finished = await asyncio.gather(*(asyncio.wrap_future(f) for f in futures if f))
         results = iter(finished)
         completions = [next(results) if future else None for future in futures]
-        return self._table(rows, completions)
+        completed = self._table(rows, completions)
+        names = await asyncio.to_thread(self._committer.commit, completed)
+        return pa.table([names], schema=MARKERS)
 
     def _submit(self, rows: pa.Table) -> list["Future[Completion] | None"]:
         """Queue the rows that the prompt stage let through."""
@@ -61,6 +80,7 @@ class GenerationActor:
         ]
 
     def _table(self, rows: pa.Table, completions: list[Completion | None]) -> pa.Table:
+        """One row of `records.completed_schema` per input row, in order."""
         count = rows.num_rows
         results = [
             _failed_in_prompt(row) if completion is None else _result(completion, row)

@@ -1,4 +1,4 @@
-"""The Ray side of a run: cluster, CPU shares and the data flow from source to sink."""
+"""The Ray side of a run: cluster, CPU shares and the data flow from source to commits."""
 
 import functools
 import logging
@@ -16,21 +16,20 @@ from pipeline.config import RunConfig
 from pipeline.decoding.reference import build_engine
 from pipeline.errors import ConfigError
 from pipeline.prepare import Job
-from pipeline.records import completed_schema
+from pipeline.store.commit import Committer
 from pipeline.store.plan import Plan, Unit
-from pipeline.store.sink import CommitSink
 from pipeline.store.source import UnitSource
 
-TASK_CPUS = 0.1  # what reading, rendering, committing and publishing reserve, each
+TASK_CPUS = 0.1  # what reading, rendering and publishing reserve, each
 _CPUS_LEFT_FREE = 0.5
 _READ_TASKS = 2  # each decodes a row group forwards; more would decode it again
-_BATCHES_IN_FLIGHT = 4
+BATCHES_IN_FLIGHT = 4  # per actor; with the unit, what a kill costs
 _RAY_SETTINGS = {
     # A thread that outlives the run must not start a cluster of its own.
     "RAY_ENABLE_AUTO_CONNECT": "0",
     # Ray's own processes would push a nicer engine aside: a tenth of its speed on two cores.
     "RAY_worker_niceness": "0",
-    # Reading and committing are short tasks far apart; by default each finds its worker stopped
+    # Reading and publishing are short tasks far apart; by default each finds its worker stopped
     # and imports all anew, two seconds of a core.
     "RAY_idle_worker_killing_time_threshold_ms": "600000",
 }
@@ -137,6 +136,9 @@ def generate(
 ) -> None:
     """Generate and commit the units. Blocks until all are committed.
 
+    The actors commit what they generate: a write stage behind them would be starved by Ray, which
+    runs it last, and a kill would cost all that waits for it.
+
     Raises:
         Exception: whatever Ray Data raises; committed units stay committed.
     """
@@ -154,10 +156,9 @@ def generate(
         "kept": job.kept,
         "text_column": config.text_column,
         "run_id": run_id,
+        "committer": Committer(job.store, plan, units[0].generation),
     }
-    schema = completed_schema(config.text_column, job.kept)
-    sink = CommitSink(job.store, schema, plan, run_id, units[0].generation)
-    (
+    markers = (
         ray.data.read_datasource(
             source,
             override_num_blocks=len(units),
@@ -172,19 +173,20 @@ def generate(
             compute=ray.data.ActorPoolStrategy(size=1),
             num_cpus=TASK_CPUS,
         )
-        .map_batches(
+        # With GPUs `map_batches` insists on a batch size, which would cut units in pieces.
+        .map_batches_internal(
             GenerationActor,
             fn_constructor_kwargs=generator,
-            # Ray wants a number with GPUs; the sink cuts joined units apart again
-            batch_size=plan.unit_rows if shares.num_gpus else None,
+            batch_size=None,
             batch_format="pyarrow",
             compute=ray.data.ActorPoolStrategy(
                 size=config.resources.num_actors,
-                max_tasks_in_flight_per_actor=_BATCHES_IN_FLIGHT,
-                max_concurrent_calls_per_actor=_BATCHES_IN_FLIGHT,
+                max_tasks_in_flight_per_actor=BATCHES_IN_FLIGHT,
+                max_concurrent_calls_per_actor=BATCHES_IN_FLIGHT,
             ),
             num_cpus=shares.num_cpus,
             num_gpus=shares.num_gpus or None,
         )
-        .write_datasink(sink, ray_remote_args={"num_cpus": TASK_CPUS})
     )
+    for _ in markers.iter_internal_ref_bundles():
+        pass  # committed; keeping the references would pile them up here

@@ -108,7 +108,7 @@ class Completion:
     stats: GenerationStats = field(default_factory=GenerationStats)
 
 
-# Rows on their way from the reader to the sink carry these, and kept columns between them.
+# Rows on their way from the reader to their commit carry these, and kept columns between them.
 ADDRESS_FIELDS = [
     pa.field("source_file", pa.string()),
     pa.field("source_row", pa.int64()),
@@ -141,7 +141,7 @@ RESULT_FIELDS = [
     pa.field("speedup", pa.float64()),
     pa.field("speedup_basis", pa.string()),
 ]
-# Evidence for the run summary: the sink adds it into the marker and drops the columns.
+# Evidence for the run summary: the commit adds it into the marker and drops the columns.
 EVIDENCE_FIELDS = [
     pa.field("_draft_seconds", pa.float64()),
     pa.field("_num_control_steps", pa.int64()),
@@ -170,7 +170,7 @@ def output_schema(text_column: str, kept: Iterable[pa.Field]) -> pa.Schema:
 
 
 def completed_schema(text_column: str, kept: Iterable[pa.Field]) -> pa.Schema:
-    """Schema between the actors and the sink: the output and its evidence."""
+    """Schema of what the actors commit: the output and its evidence."""
     return pa.schema([*output_schema(text_column, kept), *EVIDENCE_FIELDS])
 
 

@@ -4,6 +4,7 @@ import functools
 import hashlib
 import os
 import resource
+import signal
 import sys
 import time
 from dataclasses import dataclass
@@ -11,6 +12,7 @@ from pathlib import Path
 
 from pipeline.errors import EngineError
 from pipeline.records import Completion, GenerationRequest, GenerationStats
+from pipeline.store.commit import Committer
 
 
 @dataclass(frozen=True)
@@ -75,6 +77,25 @@ _STATS = GenerationStats(
     num_control_steps=2,
     control_seconds=0.2,
 )
+
+
+class DyingCommitter(Committer):
+    """Ends its actor once, after a commit and before the task returns."""
+
+    def commit(self, rows):
+        names = super().commit(rows)
+        if self._store.create("_run/died", b""):
+            os.kill(os.getpid(), signal.SIGKILL)
+        return names
+
+
+class FullCommitter(Committer):
+    """Finds no room for some rows."""
+
+    def commit(self, rows):
+        if rows["source_row"][0].as_py() == 12:
+            raise OSError("no space left for the commit")
+        return super().commit(rows)
 
 
 def fake_text(prompt_token_ids) -> str:

@@ -14,10 +14,10 @@ import pyarrow.parquet as pq
 from pipeline.errors import RunFailed
 from pipeline.records import FAILED
 from pipeline.stats import RunTotals
+from pipeline.store.commit import check_written, to_parquet
 from pipeline.store.files import Store
 from pipeline.store.ledger import Commit, Ledger, Publication, read_totals, write_marker
 from pipeline.store.plan import Part, Plan, Unit
-from pipeline.store.sink import check_written, to_parquet
 
 
 def publish_part(

@@ -1,7 +1,7 @@
 """Ray Data source: one read task and one block per unit.
 
 Ray merges and cuts blocks by size as it likes; a task that reads one unit keeps block = unit =
-commit all the way to the sink (see `run.py` for the context flags that this needs).
+commit all the way to the actors (see `flow.py` for the context flags that this needs).
 """
 
 from collections.abc import Iterable, Iterator, Sequence

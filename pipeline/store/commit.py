@@ -1,14 +1,13 @@
-"""Ray Data sink: commits blocks of finished rows. Data file, footer check, then the marker."""
+"""Commit finished rows: data file, footer check, then the marker."""
 
 import io
 import json
 import uuid
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
-from ray.data.datasource import Datasink
 
 from pipeline.errors import RunFailed
 from pipeline.records import EVIDENCE_FIELDS
@@ -21,53 +20,53 @@ from pipeline.store.plan import Plan
 COMPRESSION = "zstd"
 
 
-class CommitSink(Datasink[list[str]]):  # type: ignore[misc]
-    """Writes each unit as one attempt: a retried task commits anew, readers take one of them."""
+class Committer:
+    """Commits each unit as one attempt: rows that are generated again are committed anew.
 
-    def __init__(
-        self, store: Store, schema: pa.Schema, plan: Plan, run_id: str, generation: int
-    ) -> None:
-        """`schema`: `records.completed_schema`."""
+    Of several attempts the ledger takes one. Small and picklable, for it travels to the actors;
+    threads may share it.
+    """
+
+    def __init__(self, store: Store, plan: Plan, generation: int) -> None:
         self._store = store
-        self._schema = schema
         self._rows_per_file, self._unit_rows = plan.rows_per_file, plan.unit_rows
-        self._run_id = run_id
         self._generation = generation
 
-    def write(self, blocks: Iterable[pa.Table], ctx: Any) -> list[str]:
-        """Commit the blocks; the names of their markers."""
-        return [
-            commit_rows(self._store, rows, self._run_id, self._generation)
-            for block in blocks
-            for rows in self._units(block.cast(self._schema))
-        ]
+    def commit(self, rows: pa.Table) -> list[str]:
+        """Commit rows of `records.completed_schema`; the names of the markers.
 
-    def _units(self, block: pa.Table) -> Iterator[pa.Table]:
-        """Cut a block into units: normally it is one, but Ray may have joined some."""
-        files = block.column("source_file").to_pylist()
-        rows = block.column("source_row").to_pylist()
+        Raises:
+            RunFailed: what was written does not read back.
+            OSError: the store refuses to write.
+        """
+        return [commit_rows(self._store, unit, self._generation) for unit in self._units(rows)]
+
+    def _units(self, rows: pa.Table) -> Iterator[pa.Table]:
+        """Cut at the units' borders: normally the rows are one unit, but Ray may join some."""
+        files = rows.column("source_file").to_pylist()
+        numbers = rows.column("source_row").to_pylist()
         begin = 0
-        for i in range(1, len(rows) + 1):
+        for i in range(1, len(numbers) + 1):
             if (
-                i == len(rows)
-                or (files[i], rows[i]) != (files[i - 1], rows[i - 1] + 1)
-                or rows[i] % self._rows_per_file % self._unit_rows == 0
+                i == len(numbers)
+                or (files[i], numbers[i]) != (files[i - 1], numbers[i - 1] + 1)
+                or numbers[i] % self._rows_per_file % self._unit_rows == 0
             ):
-                yield block.slice(begin, i - begin)
+                yield rows.slice(begin, i - begin)
                 begin = i
 
 
-def commit_rows(store: Store, rows: pa.Table, run_id: str, generation: int) -> str:
-    """Commit rows of one file with consecutive `source_row`; the marker's name.
+def commit_rows(store: Store, rows: pa.Table, generation: int) -> str:
+    """Commit rows of one file and one run with consecutive `source_row`; the marker's name.
 
     Raises:
         RunFailed: what was written does not read back with as many rows.
     """
     totals = RunTotals.from_table(rows)
-    source_file = rows.column("source_file")[0].as_py()
-    start = rows.column("source_row")[0].as_py()
+    first = rows.slice(0, 1).select(["source_file", "source_row", "run_id"]).to_pylist()[0]
+    start, run_id = first["source_row"], first["run_id"]
     commit = Commit(
-        file_id(source_file),
+        file_id(first["source_file"]),
         start,
         start + rows.num_rows,
         generation,
@@ -77,7 +76,12 @@ def commit_rows(store: Store, rows: pa.Table, run_id: str, generation: int) -> s
     data = to_parquet(rows.drop_columns([f.name for f in EVIDENCE_FIELDS]))
     store.put(commit.data, data)
     check_written(store, commit.data, rows.num_rows)
-    body = {"source_file": source_file, "data": commit.data, "bytes": len(data), "run_id": run_id}
+    body = {
+        "source_file": first["source_file"],
+        "data": commit.data,
+        "bytes": len(data),
+        "run_id": run_id,
+    }
     write_marker(store, commit.marker, body, totals)
     return commit.marker
 

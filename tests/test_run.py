@@ -1,9 +1,11 @@
 """Whole runs through Ray Data with a fake engine: exactly once, in order, resumable, honest."""
 
 import json
+import re
 from collections import Counter
 from pathlib import Path
 
+import duckdb
 import pandas as pd
 import pyarrow as pa
 import pyarrow.dataset
@@ -11,16 +13,17 @@ import pyarrow.parquet as pq
 import pytest
 import ray
 
-from pipeline import monitor
+from pipeline import flow, monitor
 from pipeline.config import load_config
 from pipeline.errors import ConfigError, ErrorRateExceeded, InputError, RunFailed
 from pipeline.flow import start_ray
 from pipeline.records import output_schema
 from pipeline.run import Options, run
 from pipeline.status import describe, read_status
-from tests.fakes import Behaviour, fake_factory
+from tests.fakes import Behaviour, DyingCommitter, FullCommitter, fake_factory
 
 pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("ray_cluster")]
+README = (Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8")
 
 
 @pytest.fixture
@@ -153,6 +156,33 @@ def test_engine_fault_fails_the_run_and_the_same_command_goes_on(job):
     assert len(again) <= 50 - done  # committed rows were not generated again
 
 
+def test_failing_commit_fails_the_run_and_the_same_command_goes_on(job, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(flow, "Committer", FullCommitter)
+        message = r"OSError: no space left for the commit; \d+ of 50 rows are committed"
+        with pytest.raises(RunFailed, match=message):
+            job(seconds_per_row=0.01)
+    assert read_status(str(job.output)).snapshot.counts.rows < 50
+    assert job() == 0
+    assert addresses(job.table()) == ALL
+
+
+def test_actor_that_dies_after_its_commit_counts_no_row_twice(job, monkeypatch):
+    monkeypatch.setattr(flow, "Committer", DyingCommitter)
+    assert job(seconds_per_row=0.01) == 0
+    assert addresses(job.table()) == ALL
+    markers = [path.name for path in (job.output / "_run" / "commits").iterdir()]
+    cells = Counter(name.split(".g0.")[0] for name in markers)
+    assert len(cells) == 13  # of 4 rows at most; parts end at row 16
+    assert max(cells.values()) == 2  # the retried task committed its unit again
+    summary = json.loads((job.output / "_run" / "summary.json").read_text())
+    for sums in (summary["totals"], summary["new"]):
+        assert sums["rows_ok"] == 50
+        assert sums["completion_tokens"] == 50 * 5
+        assert sums["num_control_steps"] == 100
+    assert read_status(str(job.output)).snapshot.counts.rows == 50
+
+
 def test_error_rate_semantics(job, capsys):
     bad = ("a.parquet:3", "a.parquet:4", "a.parquet:5", "sub/b.parquet:0", "sub/b.parquet:19")
     assert job(fail_rows=bad) == 3
@@ -249,24 +279,34 @@ def test_kept_columns_keep_their_types_and_values(job, corpus):
     assert "id" not in table.column_names
 
 
-@pytest.mark.parametrize("sampling", [[], ["decoding.temperature=0.8", "decoding.seed=5"]])
-def test_drafts_change_no_byte_of_the_output(corpus, tiny_model_dir, tmp_path, sampling):
-    """The real engine in float32: plain and prompt lookup, greedy and sampled."""
-    tables = {}
+@pytest.fixture(scope="module", params=["greedy", "sampled"])
+def real_runs(request, tiny_model_dir, tmp_path_factory):
+    """Output folders of the real engine in float32, by method; one row of 51 is an error."""
+    folder = tmp_path_factory.mktemp(request.param)
+    write(folder / "in" / "a.parquet", range(50))
+    broken = pa.array([b"\xff\xfe"], pa.binary()).cast(pa.string(), safe=False)
+    write(folder / "in" / "b.parquet", [50], text=broken)
+    sampling = {"greedy": [], "sampled": ["decoding.temperature=0.8", "decoding.seed=5"]}
     for method in ("plain", "prompt_lookup"):
         settings = [
-            f"input.path={corpus}",
-            f"output.path={tmp_path / method}",
+            f"input.path={folder / 'in'}",
+            "input.id_column=id",
+            f"output.path={folder / method}",
             f"model.target={tiny_model_dir}",
             "model.dtype=float32",
             f"decoding.method={method}",
             "decoding.max_new_tokens=40",
-            *sampling,
+            *sampling[request.param],
         ]
         assert run(load_config([], settings, task="summarize")) == 0
-        tables[method] = pyarrow.dataset.dataset(tmp_path / method).to_table()
-    plain, lookup = tables["plain"], tables["prompt_lookup"]
+    return folder
+
+
+def test_drafts_change_no_byte_of_the_output(real_runs):
+    plain = pyarrow.dataset.dataset(real_runs / "plain").to_table()
+    lookup = pyarrow.dataset.dataset(real_runs / "prompt_lookup").to_table()
     assert plain["summary"].to_pylist() == lookup["summary"].to_pylist()
+    assert plain["summary"].null_count == 1
     assert sum(lookup["num_accepted_draft_tokens"].to_pylist()) > 50
     for row in plain.to_pylist():
         assert row["completion_tokens"] == row["num_target_forwards"]
@@ -275,3 +315,23 @@ def test_drafts_change_no_byte_of_the_output(corpus, tiny_model_dir, tmp_path, s
         emitted = row["num_target_forwards"] + row["num_accepted_draft_tokens"]
         assert emitted - row["completion_tokens"] in (0, 1)
         assert row["num_accepted_draft_tokens"] <= row["num_draft_tokens"]
+
+
+def test_queries_of_the_readme(real_runs):
+    output = real_runs / "prompt_lookup"
+    (block,) = re.findall(r"```sql\n(.*?)```", README, re.DOTALL)
+    queries = block.replace("output/demo", str(output)).strip().strip(";").split(";")
+    by_status, errors, best = (duckdb.sql(query).df().to_dict("records") for query in queries)
+    by_status = {row["status"]: row for row in by_status}
+    assert {status: row["n"] for status, row in by_status.items()} == {"ok": 50, "error": 1}
+    rates = json.loads((output / "_run" / "summary.json").read_text())["rates"]
+    assert by_status["ok"]["acceptance"] == pytest.approx(rates["draft_acceptance_rate"])
+    assert by_status["ok"]["job_speedup"] == pytest.approx(rates["job_speedup"])
+    assert pd.isna(by_status["error"]["acceptance"])
+    assert [(row["source_file"], row["error_type"]) for row in errors] == [
+        ("b.parquet", "invalid_utf8")
+    ]
+    speedups = [row["speedup"] for row in best]
+    assert len(best) == 5
+    assert speedups == sorted(speedups, reverse=True)
+    assert all(row["id"].startswith("row-") and row["summary"] for row in best)

@@ -16,7 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from pipeline.errors import ConfigError
 
 Task = Literal["summarize", "translate"]
-Method = Literal["plain", "prompt_lookup"]
+Method = Literal["plain", "prompt_lookup", "draft_model"]
 DEFAULT_TEXT_COLUMN: Mapping[str, str] = {"summarize": "summary", "translate": "translation"}
 
 

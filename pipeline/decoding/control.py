@@ -1,8 +1,8 @@
 """What a plain step costs, measured in the same run: the baseline of every speedup figure.
 
 A *control step* is a decode step without drafts. Plain runs consist of them; drafting runs
-interleave one now and then. Their times are kept per occupancy (rows in the step) and context,
-because both change the cost of a step. Too few of them means unknown, never an estimate.
+interleave one now and then. Their times per row are kept by occupancy (rows in the step) and
+context, because both change the cost of a step. Too few of them means unknown, never an estimate.
 """
 
 import math
@@ -18,15 +18,18 @@ _KEPT_STEPS = 4096
 
 
 class Bucket(NamedTuple):
-    """Steps of about equal cost: rows in the step, and context up to a factor of sqrt(2)."""
+    """Steps of about equal cost per row: occupancy up to a factor of 2, context of sqrt(2)."""
 
     occupancy: int
     context: int
 
 
-def bucket_of(occupancy: int, context_tokens: int) -> Bucket:
-    """The bucket of a step of `occupancy` rows that attend to `context_tokens` tokens each."""
-    return Bucket(occupancy, math.floor(2 * math.log2(max(1, context_tokens))))
+def bucket_of(occupancy: int, context_tokens: float) -> Bucket:
+    """The bucket of a step of `occupancy` rows that attend to `context_tokens` tokens each, in the
+    mean. Occupancies 1, 2, 3 to 4, 5 to 8, ... share a bucket."""
+    return Bucket(
+        1 << (occupancy - 1).bit_length(), math.floor(2 * math.log2(max(1, context_tokens)))
+    )
 
 
 class ControlClock:
@@ -43,9 +46,9 @@ class ControlClock:
         known = len(self._seconds.get(bucket, ())) >= MIN_STEPS
         return self._steps_since_control + 1 >= (INTERVAL if known else EAGER_INTERVAL)
 
-    def record_control(self, bucket: Bucket, seconds: float) -> None:
-        """A decode step without drafts took `seconds`."""
-        self._seconds[bucket].append(seconds)
+    def record_control(self, bucket: Bucket, seconds: float, occupancy: int = 1) -> None:
+        """A decode step of `occupancy` rows without drafts took `seconds`."""
+        self._seconds[bucket].append(seconds / occupancy)
         self._steps_since_control = 0
 
     def record_drafted(self) -> None:
@@ -60,7 +63,7 @@ class ControlClock:
         if len(recorded) < MIN_STEPS:
             return None
         recent = list(recorded)[-max(own_count, AVERAGED_STEPS) :]
-        return math.fsum(recent) / len(recent) / bucket.occupancy
+        return math.fsum(recent) / len(recent)
 
     def plain_row_seconds(
         self, tokens: Mapping[Bucket, int], own: Mapping[Bucket, Sequence[float]]

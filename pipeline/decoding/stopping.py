@@ -71,7 +71,7 @@ class RowEnd:
         self._scan = stops.scan()
         self._end_tokens = end_tokens
         self.budget = budget
-        self._deadline = deadline
+        self.deadline = deadline
 
     def push(self, tokens: Iterable[int]) -> bool:
         """Take the tokens of one step, up to the row's end; True once the row is over."""
@@ -83,7 +83,7 @@ class RowEnd:
             if len(self.tokens) >= self.budget:
                 self.reason = "length"
                 return True
-        self.timed_out = self._deadline is not None and time.monotonic() >= self._deadline
+        self.timed_out = self.deadline is not None and time.monotonic() >= self.deadline
         return self.timed_out
 
     def text(self) -> str:

@@ -7,6 +7,7 @@ def test_buckets_grow_by_half_an_octave() -> None:
     assert bucket_of(1, 512) == bucket_of(1, 724) == (1, 18)
     assert bucket_of(1, 725) == bucket_of(1, 1023) == (1, 19)
     assert bucket_of(2, 512) != bucket_of(1, 512)
+    assert [bucket_of(n, 1).occupancy for n in range(1, 10)] == [1, 2, 4, 4, 8, 8, 8, 8, 16]
     assert bucket_of(1, 1) == bucket_of(1, 0) == (1, 0)
     assert count_buckets(1022, 4) == {(1, 19): 2, (1, 20): 2}
     assert count_buckets(10, 0) == {}
@@ -35,8 +36,9 @@ def test_a_rows_own_control_steps_count_as_they_were() -> None:
 def test_a_rows_share_of_a_step_is_by_occupancy() -> None:
     clock, bucket = ControlClock(), bucket_of(4, 100)
     for _ in range(3):
-        clock.record_control(bucket, 2.0)
-    assert clock.plain_seconds(bucket, 3) == 0.5
+        clock.record_control(bucket, 2.0, occupancy=4)
+    clock.record_control(bucket_of(3, 100), 1.5, occupancy=3)
+    assert clock.plain_seconds(bucket, 4) == 0.5
 
 
 @pytest.mark.parametrize(("own", "expected"), [(0, 1.0), (32, 1.0), (64, 2.0)])

@@ -1,0 +1,281 @@
+"""The batched engine: continuous batching over slots, with lossless drafts for every row at once.
+
+`step()` is a sentence: schedule, propose, verify, commit. Rows differ in length, draft, sampling
+and age, yet each gets the tokens that it would get alone (see `verification`).
+"""
+
+import logging
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from pipeline.config import Method
+from pipeline.decoding.cache import SlotCache
+from pipeline.decoding.choosing import Chooser, Position, validate_params
+from pipeline.decoding.control import ControlClock, bucket_of
+from pipeline.decoding.drafters.base import Drafter
+from pipeline.decoding.faults import is_out_of_memory, release_memory
+from pipeline.decoding.loading import end_tokens, neutralize
+from pipeline.decoding.prefix import SharedPrefix
+from pipeline.decoding.rows import Row, failed
+from pipeline.decoding.runner import ModelRunner
+from pipeline.decoding.sampling import noise_key
+from pipeline.decoding.scheduler import Chunk, Scheduler
+from pipeline.decoding.steps import Span, Step
+from pipeline.decoding.stopping import RowEnd, StopStrings
+from pipeline.decoding.timing import StepTimes
+from pipeline.decoding.verification import accept
+from pipeline.errors import RowError
+from pipeline.records import Completion, GenerationRequest, SamplingParams
+
+logger = logging.getLogger(__name__)
+
+
+class BatchedEngine:
+    """An `Engine` that decodes as many rows at once as it has slots.
+
+    Args:
+        model: a causal language model of transformers; its attention becomes ours and its
+            generation settings are neutralised.
+        tokenizer: the model's.
+        sampling: of rows that bring none of their own.
+        max_model_len: prompt and completion of a row at most, in tokens.
+        num_slots: rows in flight at most.
+        step_tokens: prompt tokens per prefill pass at most.
+        drafter: None decodes plainly.
+        num_draft_tokens: per row and verification at most.
+        prefix_token_ids: what prompts begin with, if they have it in common: computed once.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        tokenizer: Any,
+        sampling: SamplingParams,
+        *,
+        max_model_len: int,
+        num_slots: int,
+        step_tokens: int,
+        method: Method = "plain",
+        drafter: Drafter | None = None,
+        num_draft_tokens: int = 0,
+        prefix_token_ids: Sequence[int] = (),
+    ) -> None:
+        neutralize(model)
+        self._sampling = sampling
+        self._max_model_len = max_model_len
+        self._vocab_size: int = model.config.get_text_config().vocab_size
+        self._tokenizer = tokenizer
+        self._end_tokens = tuple(end_tokens(model.generation_config.eos_token_id))
+        self._stops: dict[tuple[str, ...], StopStrings] = {}
+        self._chooser = Chooser(self._vocab_size)
+        self._prefix = SharedPrefix(prefix_token_ids)
+        self._runner = ModelRunner(model, self._new_cache(num_slots))
+        self._scheduler = Scheduler(num_slots, step_tokens)
+        self._method: Method = method
+        self._drafter = drafter
+        self._num_draft_tokens = num_draft_tokens
+        self._clock = ControlClock()
+        self._failed: list[Completion] = []
+        self.times = StepTimes()
+
+    def add_request(self, request: GenerationRequest) -> None:
+        """Queue a row; one that cannot be decoded comes back from the next `step`."""
+        try:
+            self._scheduler.add(self._row(request))
+        except RowError as error:
+            self._failed.append(failed(request, error.error_type, str(error)))
+
+    @property
+    def num_unfinished(self) -> int:
+        """Rows queued or running."""
+        return self._scheduler.num_unfinished + len(self._failed)
+
+    @property
+    def cache(self) -> SlotCache:
+        return self._runner.cache
+
+    def step(self) -> list[Completion]:
+        """One pass of the target, for prefill or for decoding; the rows that it finished.
+
+        Raises:
+            EngineError: if the device is lost; the rows in flight are lost with it.
+        """
+        completions, self._failed = self._failed, []
+        try:
+            return completions + self._step()
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            return completions + self._shrink(error)
+
+    def _step(self) -> list[Completion]:
+        for row in self._scheduler.admit():
+            self._reuse_prefix(row)
+        chunks = self._scheduler.prefill()
+        if chunks:
+            return self._prefill(chunks)
+        rows = self._scheduler.decoding()
+        return self._decode(rows) if rows else []
+
+    # Prefill
+
+    def _prefill(self, chunks: list[Chunk]) -> list[Completion]:
+        started = time.perf_counter()
+        spans = [Span(c.row.slot, c.start, c.row.tokens[c.start : c.stop]) for c in chunks]
+        step = Step(spans, decoding=False, device=self._runner.device)
+        ready = [chunk.row for chunk in chunks if chunk.ends_prompt]
+        logits = self._runner.forward(step, [step.last_index(row.slot) for row in ready])
+        chosen = self._chooser.choose(logits, [_position(row) for row in ready]) if ready else []
+        seconds = time.perf_counter() - started
+        self.times.prefill(seconds, step.num_tokens)
+        for chunk in chunks:
+            chunk.row.num_cached = chunk.stop
+            chunk.row.prefilling = not chunk.ends_prompt
+            chunk.row.record_prefill(seconds * (chunk.stop - chunk.start) / step.num_tokens)
+        return self._commit(ready, [[]] * len(ready), [[choice] for choice in chosen])
+
+    def _reuse_prefix(self, row: Row) -> None:
+        """Start the row behind what it shares with others, computing that first if need be."""
+        length = self._prefix.usable(row.tokens)
+        if not length:
+            return
+        if not self._prefix.is_cached:
+            started = time.perf_counter()
+            span = Span(self._prefix_slot, 0, self._prefix.token_ids)
+            step = Step([span], decoding=False, device=self._runner.device)
+            self._runner.forward(step, [])
+            self._prefix.is_cached = True
+            seconds = time.perf_counter() - started
+            self.times.prefill(seconds, step.num_tokens)
+            row.record_prefill(seconds)
+        self.cache.copy_prefix(self._prefix_slot, row.slot, length)
+        row.num_cached = length
+        row.stats.cached_prompt_tokens = length
+
+    @property
+    def _prefix_slot(self) -> int:
+        return self._scheduler.num_slots  # one behind those of rows
+
+    # Decoding
+
+    def _decode(self, rows: list[Row]) -> list[Completion]:
+        started = time.perf_counter()
+        bucket = bucket_of(len(rows), sum(len(row.tokens) for row in rows) / len(rows))
+        drafts = self._propose(rows) if self._wants_drafts(bucket) else [[] for _ in rows]
+        drafted = time.perf_counter()
+        step, choices = self._verify(rows, drafts)
+        seconds = time.perf_counter() - drafted
+        num_drafted = sum(map(len, drafts))
+        draft_seconds = drafted - started
+        self.times.decode(seconds, draft_seconds, step.num_tokens, len(rows))
+        if num_drafted:
+            self._clock.record_drafted()
+        else:  # a futile search for drafts is no part of a plain step
+            self._clock.record_control(bucket, seconds, len(rows))
+        for row, draft, chosen in zip(rows, drafts, choices, strict=True):
+            share = seconds * (1 + len(draft)) / step.num_tokens
+            own_draft = draft_seconds * (len(draft) / num_drafted if num_drafted else 1 / len(rows))
+            accepted, _ = accept(draft, chosen)
+            row.record_decode(bucket, accepted + 1, share + own_draft, own_draft)
+            if not num_drafted:
+                row.record_control(bucket, share)
+        return self._commit(rows, drafts, choices)
+
+    def _wants_drafts(self, bucket: Any) -> bool:
+        return self._drafter is not None and not self._clock.wants_control(bucket)
+
+    def _propose(self, rows: list[Row]) -> list[list[int]]:
+        assert self._drafter is not None
+        limits = [min(self._num_draft_tokens, row.max_draft_tokens) for row in rows]
+        return self._drafter.propose(rows, limits)
+
+    def _verify(self, rows: list[Row], drafts: list[list[int]]) -> tuple[Step, list[list[int]]]:
+        """One pass over each row's last token and its draft; the choice after each of them."""
+        spans = [
+            Span(row.slot, row.num_cached, [row.tokens[-1], *draft])
+            for row, draft in zip(rows, drafts, strict=True)
+        ]
+        step = Step(spans, decoding=True, device=self._runner.device)
+        logits = self._runner.forward(step, range(step.num_tokens))
+        positions = [
+            _position(row, draft[:j])
+            for row, draft in zip(rows, drafts, strict=True)
+            for j in range(len(draft) + 1)
+        ]
+        chosen = self._chooser.choose(logits, positions)
+        return step, [chosen[a:b] for a, b in zip(step.offsets, step.offsets[1:], strict=False)]
+
+    def _commit(
+        self, rows: list[Row], drafts: list[list[int]], choices: list[list[int]]
+    ) -> list[Completion]:
+        """Give each row what was accepted of its draft and the target's own choice after it."""
+        completions = []
+        for row, draft, chosen in zip(rows, drafts, choices, strict=True):
+            num_accepted, tokens = accept(draft, chosen)
+            over = row.add_tokens(tokens, len(draft), num_accepted)
+            row.num_cached = len(row.tokens) - 1
+            if draft and self._drafter is not None:
+                self._drafter.observe(row, len(draft), num_accepted)
+            if over:
+                self._release(row)
+                completions.append(row.complete(self._method, self._clock))
+        return completions
+
+    def _release(self, row: Row) -> None:
+        self._scheduler.release(row)
+        if self._drafter is not None:
+            self._drafter.release(row)
+
+    # Rows and faults
+
+    def _row(self, request: GenerationRequest) -> Row:
+        """Raises RowError for a request that makes no sense."""
+        prompt = request.prompt_token_ids
+        room = self._max_model_len - len(prompt)
+        if not len(prompt):
+            raise RowError("empty_prompt", "the prompt has no tokens")
+        if room < 1:
+            raise RowError(
+                "prompt_too_long",
+                f"the prompt has {len(prompt)} tokens; {self._max_model_len - 1} fit the model",
+            )
+        if min(prompt) < 0 or max(prompt) >= self._vocab_size:  # on a GPU it would end the process
+            raise RowError("bad_token", f"a token id is outside 0 to {self._vocab_size - 1}")
+        sampling = request.sampling or self._sampling
+        validate_params(sampling, self._vocab_size)
+        if sampling.stop not in self._stops:
+            self._stops[sampling.stop] = StopStrings(self._tokenizer, sampling.stop)
+        ends = self._end_tokens if sampling.end_tokens is None else sampling.end_tokens
+        budget = min(sampling.max_new_tokens, room)
+        end = RowEnd(self._stops[sampling.stop], frozenset(ends), budget)
+        return Row(request, sampling, noise_key(sampling.seed, request.row_key), end)
+
+    def _shrink(self, error: Exception) -> list[Completion]:
+        """Out of memory: go on with half the slots, or give up the row that needs it all."""
+        slots = self._scheduler.num_slots
+        rows = list(self._scheduler.running.values())
+        for row in rows:
+            if self._drafter is not None:
+                self._drafter.release(row)
+        logger.warning("out of memory with %d slots: %s", slots, str(error).split("\n")[0])
+        completions = []
+        if slots == 1:
+            for row in rows:
+                self._scheduler.release(row)
+                completions.append(row.fail("out_of_memory", f"{type(error).__name__}: {error}"))
+        self._scheduler.resize(max(1, slots // 2))
+        self._prefix.is_cached = False
+        self._runner.cache = SlotCache(0, 0)  # let go of the old before the new is made
+        release_memory()
+        self._runner.cache = self._new_cache(self._scheduler.num_slots)
+        return completions
+
+    def _new_cache(self, num_slots: int) -> SlotCache:
+        extra = 1 if self._prefix.token_ids else 0
+        return SlotCache(num_slots + extra, self._max_model_len)
+
+
+def _position(row: Row, drafted: Sequence[int] = ()) -> Position:
+    t = len(row.end.tokens) + len(drafted)
+    return Position(row.sampling, row.noise_key, t, row.tokens, drafted)

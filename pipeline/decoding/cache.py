@@ -1,0 +1,95 @@
+"""The slot cache: K and V of all rows in flight, one row per slot, in the shape of a `Cache`.
+
+The place of a token in its slot is its position in the row. So rejected draft tokens need no
+cropping: the next pass writes over them, and until then no mask lets anyone see them.
+"""
+
+from typing import Any
+
+import torch
+
+from pipeline.decoding.steps import Step, active_step
+
+
+class SlotCache:
+    """Preallocated storage `[slots, kv_heads, max_len, head_dim]` for K and for V of each layer.
+
+    Layers are made when a model first writes to them: how many there are, and of what shape, is the
+    model's affair (K and V may differ in head_dim; layers that share another's K/V write none).
+    Duck-types what decoders ask of transformers' `Cache`.
+    """
+
+    is_compileable = False
+
+    def __init__(self, num_slots: int, max_len: int) -> None:
+        self.num_slots = num_slots
+        self.max_len = max_len
+        self._layers: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def update(
+        self, keys: torch.Tensor, values: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Write the active step's K `[1, kv_heads, N, head_dim]` and V; return the storage.
+
+        Returns:
+            Views `[step.num_slots, kv_heads, step.kv_len, head_dim]` of the layer.
+        """
+        step = active_step()
+        layer = self._layers.get(layer_idx)
+        if layer is None:
+            layer = self._layers[layer_idx] = (self._allocate(keys), self._allocate(values))
+        end = step.first_slot + step.num_slots
+        views = tuple(part[step.first_slot : end, :, : step.kv_len] for part in layer)
+        for view, new in zip(views, (keys, values), strict=True):
+            _write(view, new[0], step)
+        return views[0], views[1]
+
+    @torch.inference_mode()
+    def copy_prefix(self, source: int, target: int, length: int) -> None:
+        """Copy the first `length` positions of a slot to another."""
+        for part in (part for layer in self._layers.values() for part in layer):
+            part[target, :, :length] = part[source, :, :length]
+
+    @property
+    def num_bytes(self) -> int:
+        """Of all layers made so far."""
+        return sum(part.nbytes for layer in self._layers.values() for part in layer)
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Of one position of one slot."""
+        return self.num_bytes // (self.num_slots * self.max_len)
+
+    def _allocate(self, like: torch.Tensor) -> torch.Tensor:
+        shape = (self.num_slots, like.shape[1], self.max_len, like.shape[3])
+        # Zeroed: what no row has written yet is masked, but 0 * nan would not be 0.
+        return torch.zeros(shape, dtype=like.dtype, device=like.device)
+
+    # What decoders ask of a cache before they call `update`. Positions and masks are ours, so the
+    # answers only must not fail.
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return 0
+
+    def get_query_offset(self, layer_idx: int = 0) -> int:
+        return 0
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+        return query_length, 0
+
+    @property
+    def is_sliding(self) -> list[bool]:
+        return [False]
+
+    def __len__(self) -> int:
+        return len(self._layers)
+
+
+def _write(view: torch.Tensor, new: torch.Tensor, step: Step) -> None:
+    """`new` `[kv_heads, N, head_dim]` into its places in `view`."""
+    if step.decoding:
+        view[step.slots, :, step.positions] = new.transpose(0, 1)
+        return
+    for i, span in enumerate(step.spans):  # long runs: plain copies
+        tokens = slice(step.offsets[i], step.offsets[i + 1])
+        view[span.slot - step.first_slot, :, span.start : span.stop] = new[:, tokens]

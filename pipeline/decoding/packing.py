@@ -1,0 +1,80 @@
+"""Linear layers packed for the CPU: the weight is laid out once as oneDNN wants it.
+
+A plain linear layer lets oneDNN reorder its weight, or work around its layout, at every call; for
+the few rows of a decode step that costs more than the product. The packed operators are those that
+torch's own compiler inserts when it freezes a model on CPU. They are private, so they are tried
+once per layer at load, and a layer that they do not suit stays as it was.
+"""
+
+import logging
+from typing import Any
+
+import torch
+from torch import nn
+
+logger = logging.getLogger(__name__)
+
+_ROWS_HINT = 16  # packing for a decode step; it serves all row counts
+_CHECKED_ROWS = 4
+_DTYPES = (torch.float32, torch.bfloat16)
+
+
+class PackedLinear(nn.Module):
+    """`nn.Linear` on a packed copy of its weight."""
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__()
+        self.in_features, self.out_features = linear.in_features, linear.out_features
+        weight = linear.weight.detach()
+        self.packed = torch.ops.mkldnn._reorder_linear_weight(weight, _ROWS_HINT)
+        self.bias = linear.bias
+        # Others may ask for the weight's dtype and shape. Its values are gone, to save the memory,
+        # and whoever computes with them shall notice.
+        hollow = torch.full((1, 1), torch.nan, dtype=weight.dtype).expand_as(weight)
+        self.weight = nn.Parameter(hollow, requires_grad=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """`[..., in_features]` -> `[..., out_features]`."""
+        result: torch.Tensor = torch.ops.mkldnn._linear_pointwise(
+            x, self.packed, self.bias, "none", [], ""
+        )
+        return result
+
+
+@torch.inference_mode()
+def pack_linears(model: nn.Module) -> int:
+    """Replace the linear layers of a model on CPU in place; the number of those that could be.
+
+    A packed weight takes the plain one's memory, unless an embedding shares that and keeps it.
+    """
+    if next(model.parameters()).device.type != "cpu":
+        return 0
+    packed = failures = 0
+    for parent in list(model.modules()):
+        for name, child in list(parent.named_children()):
+            if type(child) is not nn.Linear or child.weight.dtype not in _DTYPES:
+                continue
+            replacement = _try_pack(child)
+            if replacement is None:
+                failures += 1
+            else:
+                setattr(parent, name, replacement)
+                packed += 1
+    if failures:
+        logger.warning("%d of %d linear layers stay unpacked", failures, packed + failures)
+    return packed
+
+
+def _try_pack(linear: nn.Linear) -> Any:
+    """The packed layer, if it computes what the plain one does; else None."""
+    try:
+        layer = PackedLinear(linear)
+        generator = torch.Generator().manual_seed(0)
+        x = torch.randn(_CHECKED_ROWS, linear.in_features, generator=generator)
+        x = x.to(linear.weight.dtype)
+        expected, found = linear(x).float(), layer(x).float()
+    except (AttributeError, RuntimeError):
+        return None
+    tolerance = 1e-5 if linear.weight.dtype == torch.float32 else 2e-2
+    scale = expected.abs().max().clamp(min=1e-6)
+    return layer if bool((found - expected).abs().max() <= tolerance * scale) else None

@@ -1,0 +1,42 @@
+"""Runs a model over packed steps."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from pipeline.decoding.attention import NAME
+from pipeline.decoding.cache import SlotCache
+from pipeline.decoding.steps import Step, running
+
+
+class ModelRunner:
+    """A model with its slot cache."""
+
+    def __init__(self, model: Any, cache: SlotCache) -> None:
+        """`model`: a causal language model of transformers; its attention becomes ours."""
+        model.set_attn_implementation(NAME)
+        self.model = model
+        self.cache = cache
+        self.device = model.device
+
+    def forward(self, step: Step, keep: Sequence[int]) -> torch.Tensor:
+        """Run the step's tokens and write their K/V.
+
+        Args:
+            keep: indices into the packed sequence whose logits are wanted.
+
+        Returns:
+            Logits `[len(keep), vocab]` in the model's dtype.
+        """
+        indices = torch.tensor(keep, dtype=torch.int64, device=self.device)
+        with torch.inference_mode(), running(step):
+            output = self.model(
+                input_ids=step.token_ids,
+                position_ids=step.position_ids,
+                cache=self.cache,
+                use_cache=True,
+                logits_to_keep=indices,
+            )
+        logits: torch.Tensor = output.logits[0]
+        return logits

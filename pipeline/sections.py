@@ -1,0 +1,180 @@
+"""The sections of a run's configuration and what each key means.
+
+Every field's description is the config reference. A validator's message names the remedy; `config`
+puts the key before it.
+"""
+
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator
+
+Method = Literal["plain", "prompt_lookup", "draft_model"]
+
+
+class Section(BaseModel):
+    """Base of all sections: immutable, and a misspelt key is an error."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+
+class PromptConfig(Section):
+    template: str | None = Field(
+        None,
+        description="Text of the user turn, with input columns as `{column}`; `{text}` is the "
+        "document. Unset: the task's own template.",
+    )
+    system: str | None = Field(None, description="System turn of chat models; unset: none.")
+    style: Literal["auto", "chat", "plain"] = Field(
+        "auto",
+        description="`chat` goes through the tokenizer's chat template, `plain` does not; `auto` "
+        "is chat where the tokenizer has a template.",
+    )
+    few_shot: list[dict[str, str]] = Field(
+        [],
+        description="Worked examples before the row: the template's columns and `output` for each.",
+    )
+    chat_template_kwargs: dict[str, Any] = Field(
+        {}, description="Extra arguments of the chat template, such as `enable_thinking: false`."
+    )
+
+    @field_validator("few_shot")
+    @classmethod
+    def _examples_have_output(cls, examples: list[dict[str, str]]) -> list[dict[str, str]]:
+        for i, example in enumerate(examples):
+            if "output" not in example:
+                raise ValueError(f"example {i} has no `output`; add it")
+        return examples
+
+
+class InputConfig(Section):
+    path: str = Field(description="Parquet file, folder (searched recursively) or glob.")
+    format: Literal["parquet"] = Field("parquet", description="Format of the input files.")
+    text_column: str = Field("text", description="Column with the document.")
+    id_column: str | None = Field(
+        None, description="Your row id: carried to the output, never used to resume."
+    )
+    keep_columns: list[str] | None = Field(
+        None, description="Columns copied to the output. Unset: the id column if given, else none."
+    )
+    max_rows: int | None = Field(None, ge=1, description="Take only the first rows of the corpus.")
+    unit_rows: Literal["auto"] | int = Field(
+        "auto",
+        description="Rows per unit of work and commit; `auto`: rows / (32 x actors), 1 to 512.",
+    )
+    storage_options: dict[str, Any] = Field({}, description="fsspec options of the input store.")
+
+    @field_validator("unit_rows")
+    @classmethod
+    def _unit_rows_positive(cls, value: str | int) -> str | int:
+        if isinstance(value, int) and value < 1:
+            raise ValueError("must be `auto` or at least 1")
+        return value
+
+    @property
+    def kept(self) -> list[str]:
+        """Columns copied to the output."""
+        if self.keep_columns is not None:
+            return list(dict.fromkeys(self.keep_columns))
+        return [self.id_column] if self.id_column else []
+
+
+class OutputConfig(Section):
+    path: str = Field(description="Folder of the results; working files live in its `_run/`.")
+    text_column: str | None = Field(
+        None, description="Name of the result column. Unset: `summary` or `translation`."
+    )
+    rows_per_file: int = Field(
+        50_000, ge=1, description="Consecutive rows of one input file per output file."
+    )
+    storage_options: dict[str, Any] = Field({}, description="fsspec options of the output store.")
+
+
+class ModelConfig(Section):
+    target: str = Field(description="Hub id, local folder, GGUF file, or `demo:smollm2`.")
+    revision: str | None = Field(None, description="Hub revision of the target.")
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
+        "auto",
+        description="`auto`: bfloat16 on CUDA and on CPUs that compute in it, else float32.",
+    )
+    device: Literal["auto", "cpu", "cuda"] = Field(
+        "auto", description="`auto`: cuda where actors get a GPU, else cpu."
+    )
+
+
+class DecodingConfig(Section):
+    engine: Literal["auto", "transformers"] = Field(
+        "auto", description="`transformers`: row by row through `model.generate()`."
+    )
+    method: Method = Field("prompt_lookup", description="Where draft tokens come from.")
+    num_draft_tokens: int = Field(
+        10, ge=1, le=256, description="Draft tokens per verification at most."
+    )
+    temperature: float = Field(0.0, ge=0, description="0 is greedy decoding.")
+    top_k: int | None = Field(None, ge=1, description="Sample among the k most probable tokens.")
+    top_p: float | None = Field(None, gt=0, le=1, description="Nucleus sampling.")
+    min_p: float | None = Field(None, ge=0, le=1, description="Floor relative to the best token.")
+    repetition_penalty: float = Field(
+        1.0, gt=0, description="As in transformers: over prompt and completion; 1 is none."
+    )
+    banned_tokens: list[int] = Field([], description="Token ids that are never generated.")
+    max_new_tokens: int = Field(256, ge=1, description="Completion length at most, in tokens.")
+    stop: list[str] = Field(
+        [], description="Strings that end a completion; the text ends before them."
+    )
+    seed: int = Field(0, ge=0, description="Seed of sampling; a row's output depends on it alone.")
+    on_too_long: Literal["truncate", "error"] = Field(
+        "truncate", description="Prompt too long: cut the document, or make the row an error."
+    )
+
+    @field_validator("method", mode="before")
+    @classmethod
+    def _known_but_absent(cls, value: Any) -> Any:
+        planned = ("draft_model", "early_exit", "mtp", "mtp_drafter", "universal", "auto")
+        if value in planned:
+            raise ValueError(f"{value} is not available yet; use plain or prompt_lookup")
+        return value
+
+    @field_validator("stop")
+    @classmethod
+    def _stop_not_empty(cls, value: list[str]) -> list[str]:
+        if any(not s for s in value):
+            raise ValueError("an empty stop string would end every completion; remove it")
+        return value
+
+
+class ResourcesConfig(Section):
+    num_actors: int = Field(1, ge=1, description="Generation actors, each with its own model.")
+    num_gpus: Literal["auto"] | float = Field(
+        "auto", description="GPUs per actor; `auto`: 1 where the cluster has GPUs, else 0."
+    )
+    num_cpus: Literal["auto"] | float = Field(
+        "auto",
+        description="CPUs per actor; `auto`: cores / actors - 0.5, so that read and write tasks "
+        "always find room (1 on GPU actors).",
+    )
+    max_model_len: Literal["auto"] | int = Field(
+        "auto", description="Prompt and completion at most, in tokens; `auto`: the model's limit."
+    )
+
+    @field_validator("num_gpus", "num_cpus")
+    @classmethod
+    def _not_negative(cls, value: str | float) -> str | float:
+        if isinstance(value, float) and value < 0:
+            raise ValueError("must be `auto`, 0 or more")
+        return value
+
+    @field_validator("max_model_len")
+    @classmethod
+    def _room_for_a_token(cls, value: str | int) -> str | int:
+        if isinstance(value, int) and value < 2:
+            raise ValueError("must be `auto` or at least 2")
+        return value
+
+
+class FaultsConfig(Section):
+    max_error_rate: float = Field(
+        0.05, ge=0, le=1, description="Share of rows that may end in `error` before exit code 3."
+    )
+    row_timeout_s: float | None = Field(
+        None, gt=0, description="Seconds of generation per row; then `timeout`, text kept."
+    )

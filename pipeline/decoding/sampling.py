@@ -8,7 +8,8 @@ token is accepted exactly when it equals the choice (Daliri, Musco, Suresh 2024,
 """
 
 import hashlib
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, Protocol
 
 import torch
 
@@ -20,6 +21,23 @@ _GOLDEN = 0x9E3779B97F4A7C15
 _MIX_1 = 0xBF58476D1CE4E5B9
 _MIX_2 = 0x94D049BB133111EB
 _MASK = (1 << 64) - 1
+
+
+class Settings(Protocol):
+    """What the processors read: of a run's `DecodingConfig`, or of a row's rule."""
+
+    @property
+    def temperature(self) -> float: ...
+    @property
+    def top_k(self) -> int | None: ...
+    @property
+    def top_p(self) -> float | None: ...
+    @property
+    def min_p(self) -> float | None: ...
+    @property
+    def repetition_penalty(self) -> float: ...
+    @property
+    def banned_tokens(self) -> Sequence[int]: ...
 
 
 class Sampler:
@@ -39,7 +57,7 @@ class Sampler:
             raise ConfigError("decoding.banned_tokens", problem)
         self._seed = decoding.seed
         self._greedy = decoding.temperature == 0
-        self._shared = _processors(decoding, device)
+        self._shared = processors(decoding, device)
 
     def for_row(self, row_key: str, prompt_tokens: int) -> Any:
         """A `LogitsProcessorList` for one row with a prompt of `prompt_tokens` tokens."""
@@ -51,26 +69,26 @@ class Sampler:
         return LogitsProcessorList([*self._shared, *noise])
 
 
-def _processors(decoding: DecodingConfig, device: Any) -> list[Any]:
-    """Those that depend on no row; transformers' own classes."""
+def processors(settings: Settings, device: Any = "cpu") -> list[Any]:
+    """Those that depend on no row, in `Sampler`'s order; transformers' own classes."""
     import transformers as hf
 
-    processors: list[Any] = []
-    if decoding.repetition_penalty != 1.0:
-        processors.append(hf.RepetitionPenaltyLogitsProcessor(float(decoding.repetition_penalty)))
-    if decoding.banned_tokens:
-        processors.append(hf.SuppressTokensLogitsProcessor(decoding.banned_tokens, device=device))
-    if decoding.temperature == 0:
-        return processors
-    if decoding.temperature != 1.0:
-        processors.append(hf.TemperatureLogitsWarper(float(decoding.temperature)))
-    if decoding.top_k is not None:
-        processors.append(hf.TopKLogitsWarper(decoding.top_k))
-    if decoding.top_p is not None and decoding.top_p < 1.0:
-        processors.append(hf.TopPLogitsWarper(float(decoding.top_p)))
-    if decoding.min_p:
-        processors.append(hf.MinPLogitsWarper(float(decoding.min_p)))
-    return processors
+    chain: list[Any] = []
+    if settings.repetition_penalty != 1.0:
+        chain.append(hf.RepetitionPenaltyLogitsProcessor(float(settings.repetition_penalty)))
+    if settings.banned_tokens:
+        chain.append(hf.SuppressTokensLogitsProcessor(settings.banned_tokens, device=device))
+    if settings.temperature == 0:
+        return chain
+    if settings.temperature != 1.0:
+        chain.append(hf.TemperatureLogitsWarper(float(settings.temperature)))
+    if settings.top_k is not None:
+        chain.append(hf.TopKLogitsWarper(settings.top_k))
+    if settings.top_p is not None and settings.top_p < 1.0:
+        chain.append(hf.TopPLogitsWarper(float(settings.top_p)))
+    if settings.min_p:
+        chain.append(hf.MinPLogitsWarper(float(settings.min_p)))
+    return chain
 
 
 class CoupledChoice:
@@ -87,13 +105,21 @@ class CoupledChoice:
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         """scores `[1, vocab]`, after all other processors; input_ids `[1, prompt + t]`."""
         t = input_ids.shape[-1] - self._prompt_tokens
-        survivors = torch.nonzero(scores[0] > -torch.inf).squeeze(1)
-        if not survivors.numel():
+        chosen = coupled_choice(self._key, t, scores[0])
+        if chosen is None:
             return scores
-        perturbed = scores[0, survivors].double() + gumbel_noise(self._key, t, survivors)
         choice = torch.full_like(scores, -torch.inf)
-        choice[0, survivors[perturbed.argmax()]] = 0.0
+        choice[0, chosen] = 0.0
         return choice
+
+
+def coupled_choice(key: int, t: int, scores: torch.Tensor) -> torch.Tensor | None:
+    """The token chosen at index `t` from processed scores `[vocab]`; None if all are forbidden."""
+    survivors = torch.nonzero(scores > -torch.inf).squeeze(1)
+    if not survivors.numel():
+        return None
+    perturbed = scores[survivors].double() + gumbel_noise(key, t, survivors)
+    return survivors[perturbed.argmax()]
 
 
 def noise_key(seed: int, row_key: str) -> int:
@@ -107,11 +133,25 @@ def gumbel_noise(key: int, t: int, tokens: torch.Tensor) -> torch.Tensor:
 
     Each value is a hash of (key, t, token): it does not depend on which other tokens are asked for.
     """
-    start = _mix(key ^ _mix((t + 1) * _GOLDEN & _MASK))
-    bits = _mix_tensor((tokens + 1) * _signed(_GOLDEN) + _signed(start))
+    return _gumbel(_signed(_start(key, t)), tokens)
+
+
+def gumbel_noise_block(at: Sequence[tuple[int, int]], tokens: torch.Tensor) -> torch.Tensor:
+    """`gumbel_noise` at n pairs of (key, t): float64 `[n, m]`, for token ids `[n or 1, m]`."""
+    starts = [_signed(_start(key, t)) for key, t in at]
+    return _gumbel(torch.tensor(starts, device=tokens.device).unsqueeze(1), tokens)
+
+
+def _start(key: int, t: int) -> int:
+    """Where the tokens' sequence of hashes begins, in 64 bits."""
+    return _mix(key ^ _mix((t + 1) * _GOLDEN & _MASK))
+
+
+def _gumbel(start: int | torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+    bits = _mix_tensor((tokens + 1) * _signed(_GOLDEN) + start)
     # 52 bits, centred in their cells: an odd multiple of 2**-53, so never 0 and never 1.
-    uniform = (_shift(bits, 12).double() + 0.5) * 2.0**-52
-    return -torch.log(-torch.log(uniform))
+    uniform = _shift(bits, 12).double().add_(0.5).mul_(2.0**-52)
+    return uniform.log_().neg_().log_().neg_()  # in place: new memory costs as much as a logarithm
 
 
 def _mix(z: int) -> int:

@@ -6,7 +6,13 @@ import pytest
 import torch
 
 from pipeline.config import DecodingConfig
-from pipeline.decoding.sampling import CoupledChoice, Sampler, gumbel_noise, noise_key
+from pipeline.decoding.sampling import (
+    CoupledChoice,
+    Sampler,
+    gumbel_noise,
+    gumbel_noise_block,
+    noise_key,
+)
 from pipeline.errors import ConfigError
 
 VOCAB = 8
@@ -38,6 +44,15 @@ def test_noise_equals_the_reference() -> None:
         found = gumbel_noise(noise_key(seed, row_key), t, tokens)
         assert found.dtype == torch.float64
         torch.testing.assert_close(found, torch.tensor(expected, dtype=torch.float64))
+
+
+def test_noise_of_many_rows_is_that_of_each() -> None:
+    at = [(noise_key(0, "f:0"), 0), (noise_key(0, "f:0"), 1), (noise_key(9, "f:1"), 70_000)]
+    tokens = torch.tensor([[5, 1, 49_151], [0, 2, 7], [3, 3, 3]])
+    alone = [gumbel_noise(*pair, own) for pair, own in zip(at, tokens, strict=True)]
+    torch.testing.assert_close(gumbel_noise_block(at, tokens), torch.stack(alone))
+    shared = [gumbel_noise(*pair, tokens[0]) for pair in at]
+    torch.testing.assert_close(gumbel_noise_block(at, tokens[:1]), torch.stack(shared))
 
 
 def test_noise_is_finite_at_the_ends_of_the_hash(monkeypatch: pytest.MonkeyPatch) -> None:

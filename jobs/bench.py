@@ -1,6 +1,7 @@
-"""Benchmarks, in ratios of interleaved runs: `python jobs/bench.py overhead --config CONF`."""
+"""Benchmarks, in ratios of interleaved runs: what decoding and its parts cost, and the job."""
 
 import json
+import os
 import statistics
 import tempfile
 import time
@@ -11,6 +12,7 @@ import typer
 
 from pipeline.cli import errors_to_exit_codes, quiet_libraries
 from pipeline.config import RunConfig, load_config
+from pipeline.errors import ConfigError
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
@@ -18,6 +20,136 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 @app.callback()
 def about() -> None:
     """Measure Draftmill on this machine. Run nothing else meanwhile."""
+
+
+Model = Annotated[str, typer.Option(help="Target: hub id, folder, GGUF file or `demo:smollm2`.")]
+Prompts = Annotated[Path, typer.Option(help="JSON lines with a `prompt`, and perhaps a `task`.")]
+DType = Annotated[str, typer.Option(help="auto, float32 or bfloat16.")]
+Threads = Annotated[int, typer.Option(help="Of every contender.")]
+CORES = os.cpu_count() or 1
+
+
+@app.command()
+def generate(
+    model: Model,
+    prompts: Prompts,
+    task: Annotated[str | None, typer.Option(help="Take the prompts of this task.")] = None,
+    limit: Annotated[int | None, typer.Option(help="Take the first prompts only.")] = 16,
+    max_new_tokens: Annotated[int, typer.Option(help="Per row.")] = 96,
+    dtype: DType = "auto",
+    slots: Annotated[str, typer.Option(help="Rows at a time.")] = "1,16",
+    methods: Annotated[str, typer.Option(help="Of our engine.")] = "plain,prompt_lookup",
+    drafts: Annotated[str, typer.Option(help="Draft lengths.")] = "2,3,10",
+    drafter: Annotated[str | None, typer.Option(help="Draft model of draft_model.")] = None,
+    few_shot_prefix: Annotated[
+        str | None, typer.Option(help="Text before each prompt: a file, or `auto` for our own.")
+    ] = None,
+    share_prefix: Annotated[bool, typer.Option(help="Compute a common head once.")] = True,
+    ignore_eos: Annotated[bool, typer.Option(help="Decode on; peers do not.")] = False,
+    repeats: Annotated[int, typer.Option(help="Interleaved runs of each contender.")] = 3,
+    threads: Threads = CORES,
+    peer_python: Annotated[Path | None, typer.Option(help="Python with vLLM.")] = None,
+    peer_script: Annotated[Path | None, typer.Option(help="Script that runs vLLM.")] = None,
+    only: Annotated[str, typer.Option(help="Contenders, by name or pattern.")] = "",
+    baselines: Annotated[str, typer.Option(help="Contenders to compare with.")] = "",
+    breakdown: Annotated[bool, typer.Option(help="Profile our decode steps.")] = True,
+    json_: Annotated[Path | None, typer.Option("--json", help="File of the results.")] = None,
+) -> None:
+    """Our engine, transformers' generate() and perhaps vLLM on the same prompts."""
+    with errors_to_exit_codes():
+        quiet_libraries()
+        from pipeline.benchmark.generate import Settings, measure
+        from pipeline.benchmark.report import show
+
+        settings = Settings(
+            model=model,
+            prompts=prompts,
+            task=task,
+            limit=limit,
+            max_new_tokens=max_new_tokens,
+            dtype=dtype,
+            slots=_numbers("--slots", slots),
+            methods=_words(methods),
+            drafts=_numbers("--drafts", drafts),
+            drafter=drafter,
+            few_shot_prefix=few_shot_prefix,
+            share_prefix=share_prefix,
+            ignore_eos=ignore_eos,
+            repeats=repeats,
+            threads=threads,
+            peer_python=peer_python,
+            peer_script=peer_script,
+            only=_words(only),
+            baselines=_words(baselines),
+            breakdown=breakdown,
+        )
+        results, breakdowns = measure(settings)
+        if json_ is not None:
+            json_.write_text(json.dumps(results, indent=1, default=str), encoding="utf-8")
+        show(results, breakdowns)
+
+
+@app.command()
+def step(
+    model: Model,
+    dtype: DType = "auto",
+    rows: Annotated[int, typer.Option(help="Rows of a step, and tokens of the pass.")] = 16,
+    context: Annotated[int, typer.Option(help="Tokens that each row has.")] = 700,
+    repeats: Annotated[int, typer.Option(help="Interleaved measurements.")] = 30,
+    threads: Threads = CORES,
+) -> None:
+    """A decode step of many rows against one pass over as many tokens of one row."""
+    with errors_to_exit_codes():
+        quiet_libraries()
+        from pipeline.benchmark.models import Models
+        from pipeline.benchmark.steps import measure_step
+        from pipeline.decoding.loading import set_threads
+
+        set_threads(threads)
+        models = Models(model, None, dtype)
+        result = measure_step(models, rows=rows, context=context, repeats=repeats)
+    print(json.dumps(result, indent=1))
+
+
+@app.command()
+def prefix(
+    model: Model,
+    prompts: Prompts,
+    task: Annotated[str | None, typer.Option(help="Take the prompts of this task.")] = None,
+    limit: Annotated[int | None, typer.Option(help="Take the first prompts only.")] = 16,
+    dtype: DType = "auto",
+    few_shot_prefix: Annotated[str, typer.Option(help="Head: a file, or `auto`.")] = "auto",
+    slots: Annotated[int, typer.Option(help="Rows at a time.")] = 16,
+    repeats: Annotated[int, typer.Option(help="Interleaved runs of each kind.")] = 3,
+    threads: Threads = CORES,
+) -> None:
+    """Prefill of few-shot prompts with their head computed once, against once per row."""
+    with errors_to_exit_codes():
+        quiet_libraries()
+        from pipeline.benchmark.generate import head_text
+        from pipeline.benchmark.models import Models
+        from pipeline.benchmark.steps import measure_prefix
+        from pipeline.benchmark.workload import load_workload
+        from pipeline.decoding.loading import set_threads
+
+        set_threads(threads)
+        models, head = Models(model, None, dtype), head_text(few_shot_prefix)
+        workload = load_workload(
+            prompts, models.tokenizer, task=task, limit=limit, max_new_tokens=1, head=head
+        )
+        result = measure_prefix(models, workload, slots=slots, repeats=repeats)
+    print(json.dumps(result, indent=1))
+
+
+def _words(option: str) -> tuple[str, ...]:
+    return tuple(word.strip() for word in option.split(",") if word.strip())
+
+
+def _numbers(name: str, option: str) -> tuple[int, ...]:
+    try:
+        return tuple(map(int, _words(option)))
+    except ValueError:
+        raise ConfigError(name, f"{option!r} is no list of numbers; write it as 1,16") from None
 
 
 @app.command()
@@ -63,11 +195,9 @@ def _job(config: RunConfig) -> dict[str, Any]:
 
 def _bare(config: RunConfig) -> dict[str, Any]:
     """The engine alone, in this process, on the same rendered prompts."""
-    import os
-
+    from pipeline.decoding.build import build_engine
     from pipeline.decoding.checkpoint import materialize
     from pipeline.decoding.loading import load_tokenizer
-    from pipeline.decoding.reference import build_engine
     from pipeline.prepare import plan_run, prepare
     from pipeline.prompts import PromptRenderer
     from pipeline.records import GenerationRequest
@@ -83,7 +213,7 @@ def _bare(config: RunConfig) -> dict[str, Any]:
         dtype=resolved.dtype,
         device=resolved.device,
         max_model_len=resolved.max_model_len,
-        num_cpus=float(os.cpu_count() or 1),
+        num_cpus=float(CORES),
     )
     for part in plan.parts():
         for unit in plan.cells(part):

@@ -13,7 +13,8 @@ import ray.data
 from actors.generator import EngineFactory, GenerationActor
 from actors.prompter import PromptActor
 from pipeline.config import RunConfig
-from pipeline.decoding.reference import build_engine
+from pipeline.decoding.build import build_engine
+from pipeline.decoding.memory import MAX_SLOTS
 from pipeline.errors import ConfigError
 from pipeline.prepare import Job
 from pipeline.store.commit import Committer
@@ -23,7 +24,7 @@ from pipeline.store.source import UnitSource
 TASK_CPUS = 0.1  # what reading, rendering and publishing reserve, each
 _CPUS_LEFT_FREE = 0.5
 _READ_TASKS = 2  # each decodes a row group forwards; more would decode it again
-BATCHES_IN_FLIGHT = 4  # per actor; with the unit, what a kill costs
+MIN_BATCHES_IN_FLIGHT = 4  # per actor
 _RAY_SETTINGS = {
     # A thread that outlives the run must not start a cluster of its own.
     "RAY_ENABLE_AUTO_CONNECT": "0",
@@ -81,6 +82,7 @@ def model_engine(job: Job, shares: Shares) -> EngineFactory:
         device=job.resolved.device,
         max_model_len=job.resolved.max_model_len,
         num_cpus=shares.num_cpus,
+        num_gpus=shares.num_gpus,
     )
 
 
@@ -121,6 +123,16 @@ def _share(cores: float, actors: int) -> float:
     return max(cores / actors - _CPUS_LEFT_FREE, min(fair, 1.0))
 
 
+def batches_in_flight(config: RunConfig, device: str, unit_rows: int) -> int:
+    """Units that an actor works on at a time: twice its slots, so that none of them runs dry.
+
+    With the rows of a unit, it is also what a kill costs at most.
+    """
+    asked = config.resources.slots
+    slots = MAX_SLOTS[device] if asked == "auto" else asked
+    return max(MIN_BATCHES_IN_FLIGHT, -(-2 * slots // unit_rows))
+
+
 def _set_context() -> None:
     context = ray.data.DataContext.get_current()
     context.target_max_block_size = None  # one block per task: block = unit = commit
@@ -158,6 +170,7 @@ def generate(
         "run_id": run_id,
         "committer": Committer(job.store, plan, units[0].generation),
     }
+    in_flight = batches_in_flight(config, job.resolved.device, plan.unit_rows)
     markers = (
         ray.data.read_datasource(
             source,
@@ -181,8 +194,8 @@ def generate(
             batch_format="pyarrow",
             compute=ray.data.ActorPoolStrategy(
                 size=config.resources.num_actors,
-                max_tasks_in_flight_per_actor=BATCHES_IN_FLIGHT,
-                max_concurrent_calls_per_actor=BATCHES_IN_FLIGHT,
+                max_tasks_in_flight_per_actor=in_flight,
+                max_concurrent_calls_per_actor=in_flight,
             ),
             num_cpus=shares.num_cpus,
             num_gpus=shares.num_gpus or None,

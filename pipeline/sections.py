@@ -6,7 +6,7 @@ puts the key before it.
 
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 Method = Literal["plain", "prompt_lookup", "draft_model"]
 
@@ -102,12 +102,20 @@ class ModelConfig(Section):
 
 
 class DecodingConfig(Section):
-    engine: Literal["auto", "transformers"] = Field(
-        "auto", description="`transformers`: row by row through `model.generate()`."
+    engine: Literal["auto", "batched", "transformers"] = Field(
+        "auto",
+        description="`batched`: many rows at a time; `transformers`: row by row through "
+        "`model.generate()`; `auto`: batched where the model fits it.",
     )
     method: Method = Field("prompt_lookup", description="Where draft tokens come from.")
     num_draft_tokens: int = Field(
         10, ge=1, le=256, description="Draft tokens per verification at most."
+    )
+    prompt_lookup_min: int = Field(
+        2, ge=1, description="Tokens that must match before `prompt_lookup` drafts, at least."
+    )
+    prompt_lookup_max: int = Field(
+        3, ge=1, description="Tokens that `prompt_lookup` tries to match, at most."
     )
     temperature: float = Field(0.0, ge=0, description="0 is greedy decoding.")
     top_k: int | None = Field(None, ge=1, description="Sample among the k most probable tokens.")
@@ -134,6 +142,15 @@ class DecodingConfig(Section):
             raise ValueError(f"{value} is not available yet; use plain or prompt_lookup")
         return value
 
+    @model_validator(mode="after")
+    def _lookup_sizes(self) -> "DecodingConfig":
+        if self.prompt_lookup_min > self.prompt_lookup_max:
+            raise ValueError(
+                f"prompt_lookup_min: {self.prompt_lookup_min} is above prompt_lookup_max="
+                f"{self.prompt_lookup_max}; lower it"
+            )
+        return self
+
     @field_validator("stop")
     @classmethod
     def _stop_not_empty(cls, value: list[str]) -> list[str]:
@@ -152,6 +169,15 @@ class ResourcesConfig(Section):
         description="CPUs per actor; `auto`: cores / actors - 0.5, so that read and write tasks "
         "always find room (1 on GPU actors).",
     )
+    slots: Literal["auto"] | int = Field(
+        "auto",
+        description="Rows decoded at a time per actor, at most; `auto`: as memory allows, up to 32 "
+        "on CPU and 256 on a GPU.",
+    )
+    step_tokens: Literal["auto"] | int = Field(
+        "auto",
+        description="Prompt tokens per prefill pass at most; `auto`: 1024 on CPU, 8192 on a GPU.",
+    )
     max_model_len: Literal["auto"] | int = Field(
         "auto", description="Prompt and completion at most, in tokens; `auto`: the model's limit."
     )
@@ -161,6 +187,13 @@ class ResourcesConfig(Section):
     def _not_negative(cls, value: str | float) -> str | float:
         if isinstance(value, float) and value < 0:
             raise ValueError("must be `auto`, 0 or more")
+        return value
+
+    @field_validator("slots", "step_tokens")
+    @classmethod
+    def _at_least_one(cls, value: str | int) -> str | int:
+        if isinstance(value, int) and value < 1:
+            raise ValueError("must be `auto` or at least 1")
         return value
 
     @field_validator("max_model_len")

@@ -7,15 +7,17 @@ and age, yet each gets the tokens that it would get alone (see `verification`).
 import logging
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from pipeline.config import Method
 from pipeline.decoding.cache import SlotCache
-from pipeline.decoding.choosing import Chooser, Position, validate_params
+from pipeline.decoding.choosing import Chooser, Position, choice_error, validate_params
 from pipeline.decoding.control import ControlClock, bucket_of
 from pipeline.decoding.drafters.base import Drafter
-from pipeline.decoding.faults import is_out_of_memory, release_memory
+from pipeline.decoding.faults import check_device, is_out_of_memory, release_memory
 from pipeline.decoding.loading import end_tokens, neutralize
+from pipeline.decoding.memory import SlotBudget
 from pipeline.decoding.prefix import SharedPrefix
 from pipeline.decoding.rows import Row, failed
 from pipeline.decoding.runner import ModelRunner
@@ -40,7 +42,7 @@ class BatchedEngine:
         tokenizer: the model's.
         sampling: of rows that bring none of their own.
         max_model_len: prompt and completion of a row at most, in tokens.
-        num_slots: rows in flight at most.
+        budget: rows in flight and memory for them at most.
         step_tokens: prompt tokens per prefill pass at most.
         drafter: None decodes plainly.
         num_draft_tokens: per row and verification at most.
@@ -54,7 +56,7 @@ class BatchedEngine:
         sampling: SamplingParams,
         *,
         max_model_len: int,
-        num_slots: int,
+        budget: SlotBudget,
         step_tokens: int,
         method: Method = "plain",
         drafter: Drafter | None = None,
@@ -70,8 +72,9 @@ class BatchedEngine:
         self._stops: dict[tuple[str, ...], StopStrings] = {}
         self._chooser = Chooser(self._vocab_size)
         self._prefix = SharedPrefix(prefix_token_ids)
-        self._runner = ModelRunner(model, self._new_cache(num_slots))
-        self._scheduler = Scheduler(num_slots, step_tokens)
+        self._budget = budget
+        self._runner = ModelRunner(model, SlotCache(0, 0))  # made when the first rows are known
+        self._scheduler = Scheduler(0, step_tokens)
         self._method: Method = method
         self._drafter = drafter
         self._num_draft_tokens = num_draft_tokens
@@ -105,11 +108,13 @@ class BatchedEngine:
         try:
             return completions + self._step()
         except Exception as error:
+            check_device(error)
             if not is_out_of_memory(error):
                 raise
             return completions + self._shrink(error)
 
     def _step(self) -> list[Completion]:
+        self._make_room()
         for row in self._scheduler.admit():
             self._reuse_prefix(row)
         chunks = self._scheduler.prefill()
@@ -167,7 +172,7 @@ class BatchedEngine:
         step, choices = self._verify(rows, drafts)
         seconds = time.perf_counter() - drafted
         num_drafted = sum(map(len, drafts))
-        draft_seconds = drafted - started
+        draft_seconds = drafted - started if self._drafter else 0.0
         self.times.decode(seconds, draft_seconds, step.num_tokens, len(rows))
         if num_drafted:
             self._clock.record_drafted()
@@ -213,13 +218,17 @@ class BatchedEngine:
         completions = []
         for row, draft, chosen in zip(rows, drafts, choices, strict=True):
             num_accepted, tokens = accept(draft, chosen)
-            over = row.add_tokens(tokens, len(draft), num_accepted)
+            fault = choice_error(tokens.pop()) if tokens[-1] < 0 else None
+            over = bool(tokens) and row.add_tokens(tokens, len(draft), num_accepted)
             row.num_cached = len(row.tokens) - 1
             if draft and self._drafter is not None:
                 self._drafter.observe(row, len(draft), num_accepted)
             if over:
                 self._release(row)
                 completions.append(row.complete(self._method, self._clock))
+            elif fault:
+                self._release(row)
+                completions.append(row.fail(fault.error_type, str(fault)))
         return completions
 
     def _release(self, row: Row) -> None:
@@ -251,29 +260,44 @@ class BatchedEngine:
         end = RowEnd(self._stops[sampling.stop], frozenset(ends), budget)
         return Row(request, sampling, noise_key(sampling.seed, request.row_key), end)
 
+    def _make_room(self) -> None:
+        """See that the slots are long enough for whatever row is admitted next."""
+        longest = self._scheduler.longest_next()
+        if longest > self.cache.max_len:
+            extra = 1 if self._prefix.token_ids else 0
+            self._rebuild(*self._budget.fit(longest, self._max_model_len, extra))
+
     def _shrink(self, error: Exception) -> list[Completion]:
         """Out of memory: go on with half the slots, or give up the row that needs it all."""
-        slots = self._scheduler.num_slots
-        rows = list(self._scheduler.running.values())
-        for row in rows:
-            if self._drafter is not None:
-                self._drafter.release(row)
+        slots, rows = self._scheduler.num_slots, self._scheduler.decoding()
         logger.warning("out of memory with %d slots: %s", slots, str(error).split("\n")[0])
         completions = []
         if slots == 1:
             for row in rows:
-                self._scheduler.release(row)
+                self._release(row)
                 completions.append(row.fail("out_of_memory", f"{type(error).__name__}: {error}"))
-        self._scheduler.resize(max(1, slots // 2))
-        self._prefix.is_cached = False
-        self._runner.cache = SlotCache(0, 0)  # let go of the old before the new is made
-        release_memory()
-        self._runner.cache = self._new_cache(self._scheduler.num_slots)
+        half = max(1, slots // 2)
+        self._budget = replace(self._budget, max_slots=half)
+        self._rebuild(half, self.cache.max_len)
         return completions
 
-    def _new_cache(self, num_slots: int) -> SlotCache:
+    def _rebuild(self, num_slots: int, length: int) -> None:
+        """Slots of another number or length. Rows in flight queue again and keep their tokens."""
+        if self._drafter is not None:
+            for row in self._scheduler.decoding():
+                self._drafter.release(row)
+            self._drafter.resize(num_slots, length)
+        self._scheduler.resize(num_slots)
+        self._prefix.is_cached = False
+        if self.cache.num_bytes:  # let go of the old before the new is made
+            self._runner.cache = SlotCache(0, 0)
+            release_memory()
         extra = 1 if self._prefix.token_ids else 0
-        return SlotCache(num_slots + extra, self._max_model_len)
+        self._runner.cache = SlotCache(num_slots + extra, length)
+        size = self._budget.bytes_per_token * (num_slots + extra) * length
+        logger.info(
+            "%d slots of %d tokens: %.2f GiB for K and V", num_slots, length, size / (1 << 30)
+        )
 
 
 def _position(row: Row, drafted: Sequence[int] = ()) -> Position:

@@ -4,8 +4,10 @@ The place of a token in its slot is its position in the row. So rejected draft t
 cropping: the next pass writes over them, and until then no mask lets anyone see them.
 """
 
+import math
 from typing import Any
 
+import numpy as np
 import torch
 
 from pipeline.decoding.steps import Step, active_step
@@ -61,9 +63,13 @@ class SlotCache:
         return self.num_bytes // (self.num_slots * self.max_len)
 
     def _allocate(self, like: torch.Tensor) -> torch.Tensor:
-        shape = (self.num_slots, like.shape[1], self.max_len, like.shape[3])
         # Zeroed: what no row has written yet is masked, but 0 * nan would not be 0.
-        return torch.zeros(shape, dtype=like.dtype, device=like.device)
+        shape = (self.num_slots, like.shape[1], self.max_len, like.shape[3])
+        if like.device.type != "cpu":
+            return torch.zeros(shape, dtype=like.dtype, device=like.device)
+        # numpy leaves the zeroing to the kernel: memory is taken when it is first written
+        zeros = np.zeros(math.prod(shape) * like.element_size(), dtype=np.uint8)
+        return torch.from_numpy(zeros).view(like.dtype).view(shape)
 
     # What decoders ask of a cache before they call `update`. Positions and masks are ours, so the
     # answers only must not fail.

@@ -1,8 +1,14 @@
 """The shared prefix: what all prompts of a run begin with is computed once and then copied."""
 
 from collections.abc import Sequence
+from typing import Any
+
+from pipeline.config import RunConfig
+from pipeline.errors import RowError
+from pipeline.prompts import PromptRenderer, template_columns
 
 MIN_LENGTH = 8  # below, copying is not worth a pass of its own
+_UNLIKE = ("Alpha 1.", "\u00dcber z")
 
 
 class SharedPrefix:
@@ -27,3 +33,17 @@ def common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
         if x != y:
             return i
     return min(len(a), len(b))
+
+
+def template_prefix(config: RunConfig, tokenizer: Any) -> list[int]:
+    """Token ids that every prompt of a run begins with: what two unlike documents have in common.
+
+    More or less than the template's true head does no harm: rows reuse as much as they share.
+    """
+    renderer = PromptRenderer(config, tokenizer, max_prompt_tokens=1 << 30)
+    columns = template_columns(config)
+    try:
+        a, b = (renderer.render(dict.fromkeys(columns, text)).token_ids for text in _UNLIKE)
+    except RowError:
+        return []
+    return a[: common_prefix(a, b)]

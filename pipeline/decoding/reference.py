@@ -14,16 +14,11 @@ from typing import Any
 import torch
 from transformers import GenerationConfig, StoppingCriteriaList
 
-from pipeline.config import DecodingConfig, RunConfig
-from pipeline.decoding.checkpoint import materialize, resolve
+from pipeline.config import DecodingConfig
 from pipeline.decoding.control import ControlClock
-from pipeline.decoding.engine import Engine
 from pipeline.decoding.loading import (
     end_tokens,
-    load_model,
-    load_tokenizer,
     neutralize,
-    set_threads,
 )
 from pipeline.decoding.observation import GuardedLookup, RowObserver
 from pipeline.decoding.sampling import Sampler
@@ -202,32 +197,3 @@ def _failed(request: GenerationRequest, error_type: str, message: str) -> Comple
     return Completion(
         request.row_key, status="error", error_type=error_type, error=message, stats=stats
     )
-
-
-def build_engine(
-    config: RunConfig, dtype: str, device: str, max_model_len: int, num_cpus: float
-) -> Engine:
-    """Load the run's model and put the engine around it that the config asks for.
-
-    Args:
-        dtype: resolved, as are the others: the driver decides once for all actors.
-        max_model_len: prompt and completion of a row at most, in tokens.
-        num_cpus: CPUs reserved for this engine.
-
-    Raises:
-        ConfigError: if the model cannot be had, loaded or decoded as configured.
-    """
-    set_threads(num_cpus)
-    folder = materialize(resolve(config.model.target, config.model.revision))
-    engine = ReferenceEngine(
-        load_model(folder, dtype, device),
-        load_tokenizer(folder),
-        config.decoding,
-        max_model_len=max_model_len,
-        row_timeout_s=config.faults.row_timeout_s,
-    )
-    engine.warm_up()
-    asked = config.decoding.engine
-    why = "as configured" if asked == "transformers" else "auto: the one engine of this version"
-    logger.info("engine: transformers (%s), method %s", why, config.decoding.method)
-    return engine

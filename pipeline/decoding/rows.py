@@ -34,6 +34,11 @@ class Row:
         self._control: defaultdict[Bucket, list[float]] = defaultdict(list)
 
     @property
+    def max_tokens(self) -> int:
+        """Prompt and completion at most."""
+        return self.num_prompt_tokens + self.end.budget
+
+    @property
     def max_draft_tokens(self) -> int:
         """Draft tokens that can still matter: the target adds one of its own."""
         return self.end.budget - len(self.end.tokens) - 1

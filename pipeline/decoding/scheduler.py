@@ -50,6 +50,13 @@ class Scheduler:
     def add(self, row: Row) -> None:
         self.waiting.append(row)
 
+    def longest_next(self) -> int:
+        """Tokens that the longest of the rows needs that may be admitted next; 0 without any."""
+        if not self.waiting or (self.num_slots and not self._free):
+            return 0
+        ahead = itertools.islice(self.waiting, self.num_slots + _LOOK_AHEAD)
+        return max(row.max_tokens for row in ahead)
+
     def admit(self) -> list[Row]:
         """Give free slots to waiting rows; the rows that got one.
 

@@ -10,7 +10,8 @@ from transformers import GenerationConfig, LogitsProcessorList
 
 from pipeline.config import DecodingConfig, RunConfig
 from pipeline.decoding import observation, stopping
-from pipeline.decoding.reference import ReferenceEngine, build_engine
+from pipeline.decoding.build import build_engine
+from pipeline.decoding.reference import ReferenceEngine
 from pipeline.decoding.sampling import Sampler
 from pipeline.errors import ConfigError, EngineError
 from pipeline.records import Completion, GenerationRequest
@@ -424,7 +425,7 @@ def test_build_engine_from_a_config(
             "input": {"path": "in"},
             "output": {"path": "out"},
             "model": {"target": str(tiny_model_dir)},
-            "decoding": {"max_new_tokens": 8, "method": "prompt_lookup"},
+            "decoding": {"max_new_tokens": 8, "engine": "transformers"},
         }
     )
     warm_up, warmed = ReferenceEngine.warm_up, []
@@ -434,4 +435,4 @@ def test_build_engine_from_a_config(
     engine.add_request(GenerationRequest("f:0", _prompt(0)[:20]))
     (completion,) = engine.step()
     assert completion.status == "ok" and completion.stats.completion_tokens == 8
-    assert "engine: transformers (auto" in caplog.text
+    assert "engine: transformers (as configured)" in caplog.text

@@ -34,3 +34,7 @@ class Drafter(Protocol):
     def release(self, row: DraftRow) -> None:
         """The row leaves its slot; forget it. It may never have been proposed for."""
         ...
+
+    def resize(self, num_slots: int, max_len: int) -> None:
+        """The engine's slots change in number or length; all rows were released before."""
+        ...

@@ -44,6 +44,9 @@ class PromptLookupDrafter(Drafter):
     def release(self, row: DraftRow) -> None:
         self._indexes.pop(row.slot, None)
 
+    def resize(self, num_slots: int, max_len: int) -> None:
+        """Nothing to do: released rows left nothing behind."""
+
     def _draft(self, row: DraftRow, limit: int) -> tuple[list[int], int]:
         if limit <= 0:
             return [], 0  # the index catches up when a draft is wanted again

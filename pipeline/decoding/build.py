@@ -1,0 +1,115 @@
+"""From a run's config to the engine that decodes it."""
+
+import logging
+from pathlib import Path
+from typing import Any
+
+from pipeline.config import RunConfig
+from pipeline.decoding.batched import BatchedEngine
+from pipeline.decoding.checkpoint import estimate_memory, materialize, read_config, resolve
+from pipeline.decoding.choosing import params_of
+from pipeline.decoding.drafters.base import Drafter
+from pipeline.decoding.drafters.prompt_lookup import PromptLookupDrafter
+from pipeline.decoding.engine import Engine
+from pipeline.decoding.loading import load_model, load_tokenizer, set_threads
+from pipeline.decoding.memory import slot_budget
+from pipeline.decoding.packing import pack_linears
+from pipeline.decoding.prefix import template_prefix
+from pipeline.decoding.reference import ReferenceEngine
+from pipeline.decoding.selftest import misfit
+from pipeline.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
+STEP_TOKENS = {"cpu": 1024, "cuda": 8192}
+
+
+def build_engine(
+    config: RunConfig,
+    dtype: str,
+    device: str,
+    max_model_len: int,
+    num_cpus: float,
+    num_gpus: float = 0.0,
+) -> Engine:
+    """Load the run's models and put the engine around them that the config asks for.
+
+    Args:
+        dtype: resolved, as are the others: the driver decides once for all actors.
+        max_model_len: prompt and completion of a row at most, in tokens.
+        num_cpus, num_gpus: reserved for this engine.
+
+    Raises:
+        ConfigError: if a model cannot be had, loaded or decoded as configured.
+    """
+    set_threads(num_cpus)
+    folder = materialize(resolve(config.model.target, config.model.revision))
+    model, tokenizer = load_model(folder, dtype, device), load_tokenizer(folder)
+    asked = config.decoding.engine
+    reason = None if asked == "transformers" else misfit(model)
+    if asked == "batched" and reason:
+        problem = f"batched cannot run this model: {reason}; use auto or transformers"
+        raise ConfigError("decoding.engine", problem)
+    if asked == "transformers" or reason:
+        why = "as configured" if asked == "transformers" else f"auto: {reason}"
+        logger.info("engine: transformers (%s), method %s", why, config.decoding.method)
+        return _reference(config, model, tokenizer, max_model_len)
+    logger.info("engine: batched (%s), method %s", _why(asked), config.decoding.method)
+    return _batched(config, folder, model, tokenizer, max_model_len, num_gpus)
+
+
+def _why(asked: str) -> str:
+    return "as configured" if asked == "batched" else "auto: the model passed the self-test"
+
+
+def _reference(config: RunConfig, model: Any, tokenizer: Any, max_model_len: int) -> Engine:
+    engine = ReferenceEngine(
+        model,
+        tokenizer,
+        config.decoding,
+        max_model_len=max_model_len,
+        row_timeout_s=config.faults.row_timeout_s,
+    )
+    engine.warm_up()
+    return engine
+
+
+def _batched(
+    config: RunConfig,
+    folder: Path,
+    model: Any,
+    tokenizer: Any,
+    max_model_len: int,
+    num_gpus: float,
+) -> Engine:
+    device = model.device.type
+    pack_linears(model)
+    dtype = str(model.dtype).removeprefix("torch.")
+    size = estimate_memory(read_config(resolve(str(folder))), dtype, None)
+    budget = slot_budget(
+        config.resources.slots,
+        bytes_per_token=size.kv_bytes_per_token,
+        device=device,
+        actors_on_host=config.resources.num_actors,
+        gpu_share=num_gpus or 1.0,
+    )
+    asked = config.resources.step_tokens
+    return BatchedEngine(
+        model,
+        tokenizer,
+        params_of(config.decoding, config.faults.row_timeout_s),
+        max_model_len=max_model_len,
+        budget=budget,
+        step_tokens=STEP_TOKENS[device] if asked == "auto" else asked,
+        method=config.decoding.method,
+        drafter=_drafter(config),
+        num_draft_tokens=config.decoding.num_draft_tokens,
+        prefix_token_ids=template_prefix(config, tokenizer),
+    )
+
+
+def _drafter(config: RunConfig) -> Drafter | None:
+    decoding = config.decoding
+    if decoding.method == "prompt_lookup":
+        return PromptLookupDrafter(decoding.prompt_lookup_max, decoding.prompt_lookup_min)
+    return None

@@ -24,7 +24,7 @@ LAYERS = [
     {"pipeline.stats", "pipeline.templates", "pipeline.identity"},
     {"pipeline.prompts", "pipeline.progress"},
     {"pipeline.store", "pipeline.decoding"},
-    {"pipeline.prepare", "actors", "pipeline.status"},
+    {"pipeline.prepare", "actors", "pipeline.status", "pipeline.benchmark"},
     {"pipeline.report", "pipeline.flow", "pipeline.dryrun"},
     {"pipeline.monitor"},
     {"pipeline.run"},

@@ -1,0 +1,190 @@
+"""The contender `draftmill`: the batched engine with a method, slots and a draft length."""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from pipeline.benchmark.models import Models
+from pipeline.benchmark.runs import Run
+from pipeline.benchmark.workload import Workload, shared_head
+from pipeline.decoding.batched import BatchedEngine
+from pipeline.decoding.build import STEP_TOKENS
+from pipeline.decoding.checkpoint import estimate_memory
+from pipeline.decoding.drafters.base import Drafter
+from pipeline.decoding.drafters.draft_model import DraftModelDrafter
+from pipeline.decoding.drafters.prompt_lookup import PromptLookupDrafter
+from pipeline.decoding.loading import end_tokens
+from pipeline.decoding.memory import SlotBudget
+from pipeline.decoding.rows import Row
+from pipeline.decoding.timing import StepTimes
+from pipeline.errors import ConfigError, EngineError
+from pipeline.records import GenerationRequest, SamplingParams
+from pipeline.sections import Method
+
+_WARM_UP_TOKENS = 4
+_DRAFT_CONFIDENCE = 0.4  # below which a draft ends, as in transformers
+
+
+@dataclass(frozen=True)
+class EngineSetup:
+    """An engine to be measured. `draft_length`: tokens per draft at most, 0 for plain."""
+
+    method: Method
+    slots: int
+    draft_length: int = 0
+
+    @property
+    def label(self) -> str:
+        """`method/slots`, with the draft length if there is one."""
+        method = f"{self.method}:{self.draft_length}" if self.draft_length else self.method
+        return f"{method}/{self.slots}"
+
+
+class RecordingEngine(BatchedEngine):
+    """Keeps its rows: a completion has no token ids."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.rows: dict[str, Row] = {}
+
+    def _row(self, request: GenerationRequest) -> Row:
+        row = self.rows[request.row_key] = super()._row(request)
+        return row
+
+
+def make_engine(
+    models: Models,
+    setup: EngineSetup,
+    *,
+    max_model_len: int,
+    prefix: Sequence[int] = (),
+    wrap: Callable[[Drafter], Drafter] = lambda drafter: drafter,
+) -> RecordingEngine:
+    """An engine on the packed target. Its slots have full length from the start.
+
+    Args:
+        prefix: token ids that prompts begin with.
+        wrap: what to make of the drafter.
+    """
+    drafter = make_drafter(models, setup, prefix)
+    dtype = str(models.target.dtype).removeprefix("torch.")
+    token_bytes = estimate_memory(models.config, dtype, None).kv_bytes_per_token
+    kv_bytes = token_bytes * max_model_len * (setup.slots + 1)
+    return RecordingEngine(
+        models.target,
+        models.tokenizer,
+        SamplingParams(),
+        max_model_len=max_model_len,
+        budget=SlotBudget(setup.slots, kv_bytes, token_bytes),
+        step_tokens=STEP_TOKENS["cpu"],
+        method=setup.method,
+        drafter=None if drafter is None else wrap(drafter),
+        num_draft_tokens=setup.draft_length,
+        prefix_token_ids=prefix,
+    )
+
+
+def make_drafter(models: Models, setup: EngineSetup, prefix: Sequence[int]) -> Drafter | None:
+    """What drafts by the setup's method; a new method is wired here.
+
+    Raises:
+        ConfigError: if this version has no such drafter, or it lacks its model.
+    """
+    if setup.method == "plain":
+        return None
+    if setup.method == "prompt_lookup":
+        return PromptLookupDrafter()
+    if setup.method == "draft_model":
+        return DraftModelDrafter(
+            models.drafter,
+            vocab_size=models.target.config.get_text_config().vocab_size,
+            step_tokens=STEP_TOKENS["cpu"],
+            confidence=_DRAFT_CONFIDENCE,
+            end_tokens=end_tokens(models.target.generation_config.eos_token_id),
+            prefix_token_ids=prefix,
+        )
+    raise ConfigError("--methods", f"{setup.method} is not available yet; leave it out")
+
+
+class EngineContender:
+    """The engine over the rows, a new one for each run."""
+
+    def __init__(
+        self, name: str, models: Models, setup: EngineSetup, *, share_prefix: bool = True
+    ) -> None:
+        """`share_prefix`: compute what all prompts begin with only once."""
+        self.name = name
+        self._models = models
+        self.setup = setup
+        self._share_prefix = share_prefix
+
+    def run(self, workload: Workload) -> Run:
+        """Generate all rows.
+
+        Raises:
+            EngineError: if a row fails.
+        """
+        engine = make_engine(
+            self._models,
+            self.setup,
+            max_model_len=workload.max_model_len,
+            prefix=shared_head(workload.prompts) if self._share_prefix else (),
+        )
+        warm_up(engine, workload.prompts[0])
+        sampling = params(workload.max_new_tokens, workload.ignore_end)
+        started = time.perf_counter()
+        add_rows(engine, workload.prompts, sampling)
+        finish(engine)
+        seconds = time.perf_counter() - started
+        return _run_of(engine, seconds, drafts=self.setup.method != "plain")
+
+
+def _run_of(engine: RecordingEngine, seconds: float, *, drafts: bool) -> Run:
+    stats = [row.stats for row in engine.rows.values()]
+    accepted = sum(one.num_accepted_draft_tokens for one in stats)
+    return Run(
+        [row.end.tokens for row in engine.rows.values()],
+        seconds,
+        prefill_seconds=engine.times.prefill_seconds,
+        draft_seconds=engine.times.draft_seconds if drafts else None,
+        target_passes=sum(one.num_target_forwards for one in stats),
+        draft_tokens=sum(one.num_draft_tokens for one in stats) if drafts else None,
+        accepted_draft_tokens=accepted if drafts else None,
+    )
+
+
+def params(max_new_tokens: int, ignore_end: bool) -> SamplingParams:
+    """Greedy decoding."""
+    return SamplingParams(max_new_tokens=max_new_tokens, end_tokens=() if ignore_end else None)
+
+
+def add_rows(
+    engine: RecordingEngine, prompts: Sequence[Sequence[int]], sampling: SamplingParams
+) -> None:
+    """Queue the prompts, as rows `0`, `1`, ..."""
+    for index, prompt in enumerate(prompts):
+        engine.add_request(GenerationRequest(str(index), prompt, sampling))
+
+
+def finish(engine: RecordingEngine) -> None:
+    """Decode all that is queued.
+
+    Raises:
+        EngineError: if a row fails.
+    """
+    while engine.num_unfinished:
+        for completion in engine.step():
+            if completion.status != "ok":
+                raise EngineError(f"row {completion.row_key}: {completion.error}")
+
+
+def warm_up(engine: RecordingEngine, prompt: Sequence[int]) -> None:
+    """Decode a few tokens, so that first calls and allocations are not timed.
+
+    The prompt is fed backwards: it shares no prefix, which is then computed in the timed run.
+    """
+    add_rows(engine, [list(reversed(prompt))], params(_WARM_UP_TOKENS, ignore_end=True))
+    finish(engine)
+    engine.rows.clear()
+    engine.times = StepTimes()

@@ -1,0 +1,237 @@
+"""The benchmark: all contenders over the same rows, taking turns."""
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from fnmatch import fnmatchcase
+from functools import partial
+from pathlib import Path
+from typing import Any, get_args
+
+from pipeline.benchmark.breakdown import Breakdown, break_down
+from pipeline.benchmark.engines import EngineContender, EngineSetup
+from pipeline.benchmark.machine import describe_machine
+from pipeline.benchmark.models import Models
+from pipeline.benchmark.peer import Peer, PeerContender, PeerError
+from pipeline.benchmark.runs import Agreement, Contender, Run, compare, medians, speedup
+from pipeline.benchmark.stock import StockContender
+from pipeline.benchmark.workload import FEW_SHOT_HEAD, Workload, load_workload
+from pipeline.decoding.loading import set_threads
+from pipeline.errors import ConfigError
+from pipeline.sections import Method
+
+logger = logging.getLogger(__name__)
+
+REFERENCE = "hf/plain/1"  # whose tokens are the right ones
+_STOCK_LOOKUP = 10
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What to measure; the options of the command. Sequences are in the order of the table."""
+
+    model: str
+    prompts: Path
+    task: str | None = None
+    limit: int | None = 16
+    max_new_tokens: int = 96
+    dtype: str = "auto"
+    slots: tuple[int, ...] = (1, 16)
+    methods: tuple[str, ...] = ("plain", "prompt_lookup")
+    drafts: tuple[int, ...] = (2, 3, 10)
+    drafter: str | None = None
+    few_shot_prefix: str | None = None
+    share_prefix: bool = True
+    ignore_eos: bool = False
+    repeats: int = 3
+    threads: int = 1
+    peer_python: Path | None = None
+    peer_script: Path | None = None
+    only: tuple[str, ...] = ()
+    baselines: tuple[str, ...] = ()
+    breakdown: bool = True
+
+
+def measure(settings: Settings) -> tuple[dict[str, Any], list[Breakdown]]:
+    """Run everything; results as they go into the file, and the breakdowns of the steps.
+
+    Raises:
+        ConfigError: for options that make no sense.
+    """
+    _check(settings)
+    set_threads(settings.threads)
+    machine = describe_machine(settings.threads, settings.peer_python)
+    models = Models(settings.model, settings.drafter, settings.dtype)
+    workload = load_workload(
+        settings.prompts,
+        models.tokenizer,
+        task=settings.task,
+        limit=settings.limit,
+        max_new_tokens=settings.max_new_tokens,
+        head=head_text(settings.few_shot_prefix),
+        ignore_end=settings.ignore_eos,
+    )
+    contenders = [make() for make in selected(settings, models)]
+    prompts = workload.prompts
+    setups = [one.setup for one in contenders if isinstance(one, EngineContender)]
+    parts = [break_down(models, one, prompts) for one in setups] if settings.breakdown else []
+    runs, failures = take_turns(contenders, workload, settings.repeats)
+    baselines = _baselines(settings, list(runs))
+    results = {
+        "machine": machine,
+        "settings": {**asdict(settings), "dtype": models.dtype},
+        "workload": {"rows": len(prompts), "prompt_tokens": workload.num_prompt_tokens},
+        "baselines": baselines,
+        "contenders": [_entry(name, runs, baselines) for name in runs],
+        "failures": failures,
+        "breakdown": [part.to_json() for part in parts],
+    }
+    return results, parts
+
+
+def _check(settings: Settings) -> None:
+    unknown = set(settings.methods) - set(get_args(Method))
+    if unknown:
+        known = ", ".join(get_args(Method))
+        raise ConfigError("--methods", f"unknown: {', '.join(sorted(unknown))}; choose of {known}")
+    if (settings.peer_python is None) != (settings.peer_script is None):
+        raise ConfigError("--peer-script", "goes with --peer-python; give both or neither")
+    if min((*settings.slots, *settings.drafts, settings.repeats), default=0) < 1:
+        raise ConfigError("--slots, --drafts, --repeats", "must be at least 1; raise them")
+
+
+def head_text(option: str | None) -> str:
+    """`--few-shot-prefix` as text: nothing, the built-in head (`auto`), or a file's.
+
+    Raises:
+        ConfigError: if the file cannot be read.
+    """
+    if option in (None, "auto"):
+        return FEW_SHOT_HEAD if option else ""
+    try:
+        return Path(str(option)).read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise ConfigError("--few-shot-prefix", f"cannot read {option}: {error}") from None
+
+
+def selected(settings: Settings, models: Models) -> list[Callable[[], Contender]]:
+    """The contenders that `--only` leaves, unmade: making one may load a model.
+
+    Raises:
+        ConfigError: if it leaves none.
+    """
+    known = {
+        name: make
+        for family in (_stock, _engines, _peers)
+        for name, make in family(settings, models)
+    }
+    only = settings.only or ("*",)
+    chosen = [name for name in known if any(fnmatchcase(name, pattern) for pattern in only)]
+    if not chosen:
+        raise ConfigError("--only", f"matches none; choose of {', '.join(known)}")
+    return [partial(known[name], name) for name in chosen]
+
+
+Makers = Iterator[tuple[str, Callable[[str], Contender]]]
+
+
+def _stock(settings: Settings, models: Models) -> Makers:
+    def make(name: str, **options: Any) -> Contender:
+        return StockContender(name, models.stock, **options)
+
+    yield REFERENCE, make
+    yield f"hf/prompt_lookup:{_STOCK_LOOKUP}/1", partial(make, lookup=_STOCK_LOOKUP)
+    if settings.drafter:
+        yield "hf/draft_model/1", lambda name: make(name, assistant=models.stock_drafter)
+    for slots in settings.slots:
+        if slots > 1:
+            yield f"hf/plain/{slots}", partial(make, batch_size=slots)
+
+
+def _engines(settings: Settings, models: Models) -> Makers:
+    def make(name: str, setup: EngineSetup) -> Contender:
+        return EngineContender(name, models, setup, share_prefix=settings.share_prefix)
+
+    for slots in settings.slots:
+        for method in settings.methods:
+            for length in (0,) if method == "plain" else settings.drafts:
+                setup = EngineSetup(method, slots, length)  # type: ignore[arg-type]
+                yield f"draftmill/{setup.label}", partial(make, setup=setup)
+
+
+def _peers(settings: Settings, models: Models) -> Makers:
+    if settings.peer_python is None or settings.peer_script is None:
+        return
+    peer = Peer(settings.peer_python, settings.peer_script, models.folder, settings.threads)
+    specs: dict[str, str | None] = {}
+    for method in settings.methods:
+        for length in settings.drafts:
+            if method == "plain":
+                specs["plain"] = None
+            elif method == "prompt_lookup":
+                specs[f"ngram:{length}"] = f"ngram:{length}"
+            elif models.drafter_folder is not None:
+                specs[f"draft_model:{length}"] = f"draft:{models.drafter_folder}:{length}"
+    for slots in settings.slots:
+        for label, spec in specs.items():
+            yield (
+                f"vllm/{label}/{slots}",
+                partial(PeerContender, peer=peer, slots=slots, spec=spec),
+            )
+
+
+def take_turns(
+    contenders: Sequence[Contender], workload: Workload, repeats: int
+) -> tuple[dict[str, list[Run]], list[dict[str, str]]]:
+    """Runs of each contender by name, all of them once and then again; and failures of peers,
+    which cost the others nothing."""
+    runs: dict[str, list[Run]] = {contender.name: [] for contender in contenders}
+    failures: list[dict[str, str]] = []
+    for repeat in range(repeats):
+        for contender in contenders:
+            try:
+                run = contender.run(workload)
+            except PeerError as error:
+                logger.warning("%s", error)
+                failures.append({"name": contender.name, "error": str(error)})
+                continue
+            runs[contender.name].append(run)
+            rate = run.num_tokens / run.total_seconds
+            message = "%s, %d of %d: %.2f s, %.1f tokens/s"
+            logger.info(message, contender.name, repeat + 1, repeats, run.total_seconds, rate)
+    return runs, failures
+
+
+def _baselines(settings: Settings, names: Sequence[str]) -> list[str]:
+    """Those of the options that ran."""
+    most = max(settings.slots)
+    usual = (REFERENCE, f"draftmill/plain/{most}", f"vllm/plain/{most}")
+    return [name for name in settings.baselines or usual if name in names]
+
+
+def _entry(name: str, runs: dict[str, list[Run]], baselines: Sequence[str]) -> dict[str, Any]:
+    own, reference = runs[name], runs.get(REFERENCE)
+    return {
+        "name": name,
+        "median": medians(own),
+        "speedup": {base: _speedups(own, runs[base]) for base in baselines},
+        "runs": [
+            {
+                **run.figures(),
+                "agreement": _agreement(run, reference[0]) if reference else None,
+            }
+            for run in own
+        ],
+    }
+
+
+def _speedups(own: Sequence[Run], base: Sequence[Run]) -> dict[str, float | None]:
+    return {
+        "total": speedup(own, base, "total_seconds"),
+        "decode": speedup(own, base, "decode_seconds"),
+    }
+
+
+def _agreement(run: Run, reference: Run) -> dict[str, Any]:
+    agreement: Agreement = compare(run.tokens, reference.tokens)
+    return asdict(agreement)

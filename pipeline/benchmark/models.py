@@ -1,0 +1,64 @@
+"""The models of a benchmark: each contender's own copy of the same files."""
+
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from pipeline.decoding.checkpoint import materialize, read_config, resolve
+from pipeline.decoding.loading import load_model, load_tokenizer, resolve_dtype
+from pipeline.decoding.packing import pack_linears
+from pipeline.errors import ConfigError
+
+
+class Models:
+    """Target and drafter on CPU, loaded when they are first wanted.
+
+    `stock` and `stock_drafter` are as transformers loads them, with its own attention; `target` and
+    `drafter` have packed linear layers, and an engine around them replaces their attention.
+
+    Raises:
+        ConfigError: if a model cannot be found or loaded.
+    """
+
+    def __init__(self, target: str, drafter: str | None, dtype: Any) -> None:
+        """`dtype`: a name or `auto`. The models are references as in `model.target`."""
+        self.dtype = resolve_dtype(dtype, "cpu")
+        self.folder = materialize(resolve(target, key="--model"))
+        self.drafter_folder: Path | None = None
+        if drafter is not None:
+            self.drafter_folder = materialize(resolve(drafter, key="--drafter"))
+
+    @cached_property
+    def tokenizer(self) -> Any:
+        return load_tokenizer(self.folder, key="--model")
+
+    @cached_property
+    def stock(self) -> Any:
+        return load_model(self.folder, self.dtype, "cpu", key="--model")
+
+    @cached_property
+    def target(self) -> Any:
+        return _packed(load_model(self.folder, self.dtype, "cpu", key="--model"))
+
+    @cached_property
+    def stock_drafter(self) -> Any:
+        return self._load_drafter()
+
+    @cached_property
+    def drafter(self) -> Any:
+        return _packed(self._load_drafter())
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """The target's config.json."""
+        return read_config(resolve(str(self.folder)))
+
+    def _load_drafter(self) -> Any:
+        if self.drafter_folder is None:
+            raise ConfigError("--drafter", "draft_model needs one; name a smaller model")
+        return load_model(self.drafter_folder, self.dtype, "cpu", key="--drafter")
+
+
+def _packed(model: Any) -> Any:
+    pack_linears(model)
+    return model

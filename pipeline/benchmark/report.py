@@ -1,0 +1,87 @@
+"""The results of a benchmark as tables."""
+
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from pipeline.benchmark.breakdown import Breakdown
+
+_WIDTH = 160  # where the output is no terminal
+
+
+def show(results: Mapping[str, Any], breakdowns: Sequence[Breakdown]) -> None:
+    """Print the contenders' medians and the steps' breakdown."""
+    console = Console(width=None if sys.stdout.isatty() else _WIDTH)
+    console.print(_contenders(results))
+    if breakdowns:
+        console.print(_steps(breakdowns))
+
+
+def _contenders(results: Mapping[str, Any]) -> Table:
+    baselines: Sequence[str] = results["baselines"]
+    workload, settings = results["workload"], results["settings"]
+    title = (
+        f"{settings['model']} {settings['dtype']}, {workload['rows']} rows, "
+        f"{workload['prompt_tokens']} prompt tokens, {results['machine']['threads']} threads, "
+        f"median of {settings['repeats']}"
+    )
+    table = Table(title=title)
+    table.add_column("contender", no_wrap=True)
+    heads = ("total s", "prefill s", "decode s", "tokens", "tokens/s", "acceptance", "tokens/pass")
+    for head in (*heads, *(f"x {name}\ntotal, decode" for name in baselines), "rows equal"):
+        table.add_column(head, justify="right")
+    for entry in results["contenders"]:
+        table.add_row(entry["name"], *_cells(entry, baselines))
+    return table
+
+
+def _cells(entry: Mapping[str, Any], baselines: Sequence[str]) -> list[str]:
+    median = entry["median"]
+    if not median:
+        return ["failed"]
+    return [
+        _number(median["total_seconds"], 2),
+        _number(median["prefill_seconds"], 2),
+        _number(median["decode_seconds"], 2),
+        _number(median["tokens"], 0),
+        _number(median["tokens_per_second"], 1),
+        _number(median["acceptance"], 3),
+        _number(median["tokens_per_target_pass"], 2),
+        *(_speedup(entry["speedup"].get(name)) for name in baselines),
+        _agreement(entry["runs"][0].get("agreement")),
+    ]
+
+
+def _steps(breakdowns: Sequence[Breakdown]) -> Table:
+    table = Table(title="A decode step, in ms; the parts are of the profiled step")
+    table.add_column("engine", no_wrap=True)
+    parts = ("draft", "matrix", "attention", "other ops", "host")
+    for head in ("rows", "tokens", "context", "step", "profiled", *parts):
+        table.add_column(head, justify="right")
+    for one in breakdowns:
+        times = (one.step_ms, one.profiled_ms, one.draft_ms, one.matrix_ms, one.attention_ms)
+        times += (one.other_ops_ms, one.host_ms)  # type: ignore[assignment]
+        counts = (_number(one.rows, 1), _number(one.tokens, 1), _number(one.context, 0))
+        table.add_row(one.setup, *counts, *(_number(time, 1) for time in times))
+    return table
+
+
+def _number(value: float | None, digits: int) -> str:
+    return "-" if value is None else f"{value:,.{digits}f}"
+
+
+def _speedup(pair: Mapping[str, float | None] | None) -> str:
+    if pair is None:
+        return "-"
+    return f"{_number(pair['total'], 2)}, {_number(pair['decode'], 2)}"
+
+
+def _agreement(agreement: Mapping[str, Any] | None) -> str:
+    if agreement is None:
+        return "-"
+    first = agreement["first_difference"]
+    text = f"{agreement['rows_equal']}/{agreement['rows']}"
+    return text if first is None else f"{text}, from {first['token']}"

@@ -16,7 +16,14 @@ from pipeline.records import FAILED
 from pipeline.stats import RunTotals
 from pipeline.store.commit import check_written, to_parquet
 from pipeline.store.files import Store
-from pipeline.store.ledger import Commit, Ledger, Publication, read_totals, write_marker
+from pipeline.store.ledger import (
+    PUBLISHED,
+    Commit,
+    Ledger,
+    Publication,
+    read_totals,
+    write_marker,
+)
 from pipeline.store.plan import Part, Plan, Unit
 
 
@@ -39,6 +46,9 @@ def publish_part(
         RunFailed: the commits do not give each row exactly once.
     """
     generation = max(commit.generation for commit in commits)
+    done = _published_before(store, part, generation)
+    if done:
+        return done
     rows = _newest_rows(store, part, commits, previous is not None, schema)
     store.put(part.name, to_parquet(rows, {**metadata, "draftmill.generation": generation}))
     check_written(store, part.name, part.num_rows)
@@ -48,6 +58,15 @@ def publish_part(
     write_marker(store, publication.marker, body, totals)
     store.delete(commit.data for commit in commits)
     return publication.marker
+
+
+def _published_before(store: Store, part: Part, generation: int) -> str | None:
+    """The marker, if this task ran before and died while it deleted what it had published."""
+    for name in store.names(PUBLISHED):
+        found = Publication.parse(name)
+        if found and (found.file_id, found.index, found.generation) == (*part.key, generation):
+            return name
+    return None
 
 
 def unpublished(ledger: Ledger, part: Part) -> list[Commit]:

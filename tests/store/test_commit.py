@@ -133,3 +133,16 @@ def test_attempt_after_the_publication_changes_nothing(store, plan):
         assert unpublished(known, part) == []
         assert known.counts(plan).rows == 4
         assert [unit for unit in known.pending_cells(plan) if unit.file.name == "b.parquet"] == []
+
+
+def test_publishing_again_after_a_death_in_the_middle_of_deleting(store, plan):
+    committer, ledger = Committer(store, plan, 0), Ledger(store)
+    part = next(part for part in plan.parts() if part.file.name == "a.parquet")
+    committer.commit(finished("a.parquet", part.start, part.stop))
+    ledger.refresh()
+    again = (store, part, unpublished(ledger, part), None, output_schema("summary", []), {})
+    marker = publish_part(*again)
+    assert store.names(DATA) == []
+    written = store.read(part.name)
+    assert publish_part(*again) == marker
+    assert store.read(part.name) == written

@@ -8,6 +8,7 @@ import json
 import logging
 import time
 import uuid
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -28,6 +29,7 @@ logger = logging.getLogger(__name__)
 
 SUMMARY_NAME = f"{RUN_FOLDER}/summary.json"
 _EXIT_ERRORS = ErrorRateExceeded.exit_code
+_READERS = 16  # markers are small and, on object stores, far away
 
 
 @dataclass(frozen=True)
@@ -208,7 +210,11 @@ def _finish(job: Job, plan: Plan, ledger: Ledger, run_id: str, seconds: float | 
 
 def _sums(store: Store, plan: Plan, ledger: Ledger, run_id: str) -> tuple[RunTotals, RunTotals]:
     """Sums over all published parts, and over what this invocation generated."""
-    publications = [p for part in plan.parts() if (p := ledger.publication(part))]
-    totals = sum((read_totals(store, p.marker) for p in publications), RunTotals())
-    mine = [c for c in ledger.commits() if c.run_id == run_id]
-    return totals, sum((read_totals(store, c.marker) for c in mine), RunTotals())
+    published = [p.marker for part in plan.parts() if (p := ledger.publication(part))]
+    mine = [c.marker for c in ledger.commits() if c.run_id == run_id]
+    with ThreadPoolExecutor(_READERS) as pool:
+        totals, new = (
+            sum(pool.map(partial(read_totals, store), markers), RunTotals())
+            for markers in (published, mine)
+        )
+    return totals, new

@@ -15,7 +15,8 @@ import pyarrow.parquet as pq
 import pytest
 import yaml
 
-from pipeline.flow import BATCHES_IN_FLIGHT
+from pipeline.config import load_config
+from pipeline.flow import batches_in_flight
 from pipeline.status import read_status
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(300)]
@@ -93,7 +94,8 @@ def test_killed_driver(job):
     first = Counter(row for row, _ in settled_journal(job))
     done = read_status(str(job / "out")).snapshot.counts.rows
     assert 60 <= done < ROWS
-    assert len(first) - done <= BATCHES_IN_FLIGHT * UNIT_ROWS
+    config = load_config([job / "config.yaml"], task="summarize")
+    assert len(first) - done <= batches_in_flight(config, "cpu", UNIT_ROWS) * UNIT_ROWS
 
     output, _ = (second := start(job, 0.001)).communicate(timeout=200)
     assert second.returncode == 0, output

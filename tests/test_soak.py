@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
 import pyarrow as pa
@@ -13,8 +14,32 @@ import pyarrow.parquet as pq
 import pytest
 import yaml
 
+from pipeline.config import load_config
+from pipeline.flow import batches_in_flight
+from pipeline.status import read_status
+from pipeline.store.files import Store
+from pipeline.store.plan import read_plan
+from tests.fakes import peak_mib
+
 pytestmark = [pytest.mark.soak, pytest.mark.timeout(3600)]
 ROOT = Path(__file__).parents[1]
+ROWS = 1_000_000
+
+
+@dataclass
+class Figures:
+    """What a driver needed."""
+
+    peak_mib: float
+    seconds: float
+    planning_seconds: float  # from its start to the line that says what is to do
+    done_before: int
+
+    def __str__(self) -> str:
+        return (
+            f"driver {self.peak_mib:.0f} MiB, {self.seconds:.0f} s, planned after "
+            f"{self.planning_seconds:.1f} s, {self.done_before:,} rows done before"
+        )
 
 
 def prepare(folder: Path, model: Path, rows: int) -> Path:
@@ -33,48 +58,91 @@ def prepare(folder: Path, model: Path, rows: int) -> Path:
     return folder
 
 
-def start(folder: Path) -> subprocess.Popen:
-    command = [sys.executable, "tests/fakes.py", folder / "journal", "0", folder / "config.yaml"]
-    return subprocess.Popen(
-        command,
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
+class Driver:
+    """A run of the fake engine in a process of its own."""
+
+    def __init__(self, folder: Path) -> None:
+        command = [sys.executable, "tests/fakes.py", folder / "journal", "0"]
+        self._started = time.monotonic()
+        self.process = subprocess.Popen(
+            [*command, folder / "config.yaml"],
+            cwd=ROOT,
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        self._lines: list[str] = []
+        line = self._read_until(r"(?P<done>[\d,]+) of [\d,]+ rows already done: .* units to do")
+        self._done_before = int(line["done"].replace(",", ""))
+        self._planned = time.monotonic() - self._started
+
+    def finish(self) -> Figures:
+        """Wait for its end, which must be a good one."""
+        peak = int(self._read_until(r"driver peak: (?P<mib>\d+) MiB")["mib"])
+        assert self.process.wait() == 0
+        return self._figures(peak)
+
+    def kill(self) -> Figures:
+        """As `kill -9` does."""
+        figures = self._figures(peak_mib(self.process.pid))
+        self.process.kill()
+        self.process.communicate()
+        return figures
+
+    def _figures(self, peak: float) -> Figures:
+        return Figures(peak, time.monotonic() - self._started, self._planned, self._done_before)
+
+    def _read_until(self, pattern: str) -> re.Match:
+        for line in self.process.stdout:
+            self._lines.append(line)
+            if match := re.search(pattern, line):
+                return match
+        raise AssertionError("".join(self._lines[-30:]))
 
 
-def measure(folder: Path) -> tuple[float, float, float]:
-    """Run to the end: MiB of the driver at most, seconds in all, seconds of planning."""
-    started = time.monotonic()
-    process = start(folder)
-    lines, planned = [], 0.0
-    for line in process.stdout:
-        lines.append(line)
-        if not planned and "units to do" in line:
-            planned = time.monotonic() - started
-    assert process.wait() == 0, "".join(lines[-30:])
-    peak = int(re.search(r"driver peak: (\d+) MiB", "".join(lines)).group(1))
-    return peak, time.monotonic() - started, planned
+def wait_for_markers(folder: Path, count: int) -> None:
+    markers = folder / "out" / "_run" / "commits"
+    deadline = time.monotonic() + 900
+    while not markers.exists() or len(os.listdir(markers)) < count:
+        assert time.monotonic() < deadline, "too slow"
+        time.sleep(0.5)
+
+
+def generated(folder: Path) -> list[str]:
+    """Row keys that the engine has completed, once the workers of an ended driver are gone."""
+    size, journal = -1, folder / "journal"
+    while size != journal.stat().st_size:
+        size = journal.stat().st_size
+        time.sleep(3)
+    return [line.split()[0] for line in journal.read_text().splitlines()]
 
 
 def test_a_million_rows(tmp_path, tiny_model_dir):
-    small = measure(prepare(tmp_path / "small", tiny_model_dir, 10_000))
-    folder = prepare(tmp_path / "large", tiny_model_dir, 1_000_000)
-    process = start(folder)
-    deadline = time.monotonic() + 600
-    while time.monotonic() < deadline:  # a third of it, then kill -9
-        markers = folder / "out" / "_run" / "commits"
-        if markers.exists() and len(os.listdir(markers)) > 600:
-            break
-        time.sleep(0.5)
-    process.kill()
-    process.communicate()
-    large = measure(folder)
-    table = pyarrow.dataset.dataset(folder / "out").to_table(columns=["source_row"])
-    rows = table["source_row"].to_pylist()
-    assert rows == [*range(250_000)] * 4
-    print(f"\n10 k rows: driver {small[0]} MiB, {small[1]:.0f} s, planned after {small[2]:.1f} s")
-    print(f"rest of 1 M rows: driver {large[0]} MiB, {large[1]:.0f} s, planned {large[2]:.1f} s")
-    assert large[0] < small[0] + 200
+    small = Driver(prepare(tmp_path / "small", tiny_model_dir, 10_000)).finish()
+    folder = prepare(tmp_path / "large", tiny_model_dir, ROWS)
+    driver = Driver(folder)
+    plan = read_plan(Store(str(folder / "out")))
+    config = load_config([folder / "config.yaml"], task="summarize")
+    in_flight = batches_in_flight(config, "cpu", plan.unit_rows)
+    wait_for_markers(folder, ROWS // plan.unit_rows // 3)
+    killed = driver.kill()
+    before = generated(folder)
+    committed = read_status(str(folder / "out")).snapshot.counts.rows
+    lost = len(set(before)) - committed
+    large = Driver(folder).finish()
+    again = len(generated(folder)) - ROWS
+    print(f"\n10 k rows: {small}")
+    print(f"a third of 1 M rows: {killed}; {lost:,} rows lost")
+    print(f"the rest: {large}")
+    print(f"{(ROWS - committed) / large.seconds:,.0f} rows/s, {again:,} rows generated twice")
+
+    assert large.done_before == committed
+    assert 0 <= lost <= in_flight * plan.unit_rows  # one actor
+    assert again == lost + len(before) - len(set(before))
+    assert max(killed.peak_mib, large.peak_mib) < small.peak_mib + 200
+    assert max(killed.planning_seconds, large.planning_seconds) < small.planning_seconds + 10
+    table = pyarrow.dataset.dataset(folder / "out").to_table(columns=["source_row", "summary"])
+    assert table["source_row"].to_pylist() == [*range(ROWS // 4)] * 4
+    assert table["summary"].null_count == 0
+    assert len(table["summary"].unique()) == ROWS

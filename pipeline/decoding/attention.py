@@ -52,7 +52,8 @@ def ragged_attention(
         tokens = slice(step.offsets[i], step.offsets[i + 1])
         k, v = key[row : row + 1, :, : span.stop], value[row : row + 1, :, : span.stop]
         pieces.append(_prefill(step, i, query[:, :, tokens], k, v, attend))
-    return torch.cat(pieces, 1) if len(pieces) > 1 else pieces[0], None
+    # contiguous as transformers' own is: some models take a view of it
+    return torch.cat(pieces, 1) if len(pieces) > 1 else pieces[0].contiguous(), None
 
 
 def _decode(
@@ -170,7 +171,7 @@ def _group_mask(
         # would be nan.
         limits = [[min(s.start + j, s.stop - 1) for j in range(group.width)] for s in spans]
         positions = torch.tensor(limits, device=step.device)
-        mask = _visible(positions, group.kv_len, window, dtype)
+        mask = _additive(positions, group.kv_len, window, dtype)
         step.masks[key] = mask.repeat(1, fold, 1)[:, None]
     return step.masks[key]
 
@@ -184,22 +185,31 @@ def _block_mask(
     if key not in step.masks:
         start, stop, first = block
         positions = torch.arange(start, stop, device=step.device)
-        mask = _visible(positions[None], stop, window, dtype)[..., first:]
+        mask = _additive(positions[None], stop, window, dtype)[..., first:]
         step.masks[key] = mask.repeat(1, fold, 1)[:, None]
     return step.masks[key]
 
 
-def _visible(
+def _additive(
     positions: torch.Tensor, kv_len: int, window: int | None, dtype: torch.dtype
 ) -> torch.Tensor:
     """0 where the token at `positions` `[rows, n]` sees a place, -inf elsewhere `[.., kv_len]`."""
-    places = torch.arange(kv_len, device=positions.device)
-    hidden = places > positions[..., None]
-    if window is not None:
-        hidden |= places <= positions[..., None] - window
-    return torch.zeros(hidden.shape, dtype=dtype, device=positions.device).masked_fill_(
-        hidden, -torch.inf
+    visible = visible_places(positions, kv_len, window)
+    return torch.zeros(visible.shape, dtype=dtype, device=positions.device).masked_fill_(
+        ~visible, -torch.inf
     )
+
+
+def visible_places(positions: torch.Tensor, kv_len: int, window: int | None) -> torch.Tensor:
+    """Which of the places 0 to `kv_len - 1` tokens see: bool `[*positions.shape, kv_len]`.
+
+    A token sees those up to its own, the last `window` of them if that is given.
+    """
+    places = torch.arange(kv_len, device=positions.device)
+    visible = places <= positions[..., None]
+    if window is not None:
+        visible &= places > positions[..., None] - window
+    return visible
 
 
 AttentionInterface.register(NAME, ragged_attention)

@@ -7,6 +7,7 @@ that models which agree on the probabilities agree on the token.
 
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import takewhile
 from typing import Any
 
 import torch
@@ -36,7 +37,6 @@ class _Slot:
 
     num_cached: int = 0
     draft: list[int] = field(default_factory=list)
-    is_foreign: bool = False  # the row has a token that the draft model does not know
 
     def resume(self, tokens: Sequence[int]) -> None:
         """Keep what was accepted of the last draft; the row's last token always needs a pass."""
@@ -102,8 +102,8 @@ class DraftModelDrafter(Drafter):
         self._step_tokens = step_tokens
         self._confidence = confidence
         self._end_tokens = frozenset(end_tokens)
-        known = max(prefix_token_ids, default=0) < self._num_embeddings
-        self._prefix = SharedPrefix(prefix_token_ids if known else ())
+        known = takewhile(lambda token: token < self._num_embeddings, prefix_token_ids)
+        self._prefix = SharedPrefix(list(known))
         self._slots: dict[int, _Slot] = {}
 
     @property
@@ -152,11 +152,10 @@ class DraftModelDrafter(Drafter):
         slot = self._slots.get(row.slot)
         if slot is None:
             slot = self._slots[row.slot] = _Slot(self._reuse_prefix(row))
-        if slot.is_foreign:
-            return None
         slot.resume(row.tokens)
-        slot.is_foreign = max(row.tokens[slot.num_cached :]) >= self._num_embeddings
-        return None if slot.is_foreign else _Drafting(row, slot, limit)
+        if max(row.tokens[slot.num_cached :]) >= self._num_embeddings:
+            return None  # for good, since what it does not know is never cached
+        return _Drafting(row, slot, limit)
 
     # Catching up
 

@@ -54,6 +54,21 @@ class RunConfig(Section):
             )
         return self
 
+    @model_validator(mode="after")
+    def _draft_model_can_draft(self) -> "RunConfig":
+        if self.decoding.method != "draft_model":
+            return self
+        if self.model.drafter is None:
+            raise ValueError(
+                "model.drafter: draft_model needs it; name a smaller model with the target's "
+                "tokenizer, or use decoding.method=prompt_lookup"
+            )
+        if self.decoding.engine == "transformers":
+            raise ValueError(
+                "decoding.engine: transformers does not draft with draft_model; use engine: batched"
+            )
+        return self
+
     @property
     def text_column(self) -> str:
         """Name of the result column in the output."""

@@ -5,7 +5,13 @@ from typing import Any
 import psutil
 
 from pipeline.config import RunConfig
-from pipeline.decoding.checkpoint import count_parameters, estimate_memory, read_config
+from pipeline.decoding.checkpoint import (
+    Checkpoint,
+    ModelSize,
+    count_parameters,
+    estimate_memory,
+    read_config,
+)
 from pipeline.decoding.loading import load_checkpoint_tokenizer
 from pipeline.prepare import Job, plan_run, prepare
 from pipeline.prompts import PromptRenderer, estimate_prompt_tokens
@@ -41,6 +47,8 @@ def dry_run(config: RunConfig, *, new_run: bool, retry_failed: bool) -> None:
         print(f"prompts    {_prompt_tokens(job, units, rows)}")
     print(f"output     {job.store.url}, {sum(1 for _ in plan.parts()):,} files")
     print(f"model      {config.model.target}, {job.resolved.dtype} on {job.resolved.device}")
+    if job.drafter is not None:
+        print(f"drafter    {job.drafter.reference}")
     for line in _memory(job):
         print(line)
 
@@ -72,24 +80,29 @@ def _prompt_tokens(job: Job, units: list[Any], rows: int) -> str:
 
 
 def _memory(job: Job) -> list[str]:
-    """Weights and KV cache against what the device has."""
-    parameters = count_parameters(job.checkpoint)
-    size = estimate_memory(read_config(job.checkpoint), job.resolved.dtype, parameters)
+    """Weights and KV cache, those of the draft model too, against what the device has."""
+    sizes = [_size(job, model) for model in (job.checkpoint, job.drafter) if model is not None]
     length = job.resolved.max_model_len
-    slot = size.kv_bytes_per_token * length
+    token = sum(size.kv_bytes_per_token for size in sizes)
+    slot = token * length
     free = _free_bytes(job.resolved.device) // (
         job.config.resources.num_actors if job.resolved.device == "cpu" else 1
     )
-    weights = size.weight_bytes
+    known = [size.weight_bytes for size in sizes if size.weight_bytes is not None]
+    weights = sum(known) if len(known) == len(sizes) else None
     lines = [
         f"weights    {weights / GIB:.2f} GiB per actor" if weights else "weights    unknown yet",
-        f"KV cache   {size.kv_bytes_per_token:,} bytes a token, {slot / GIB:.3f} GiB a slot of "
-        f"{length:,} tokens",
+        f"KV cache   {token:,} bytes a token, {slot / GIB:.3f} GiB a slot of {length:,} tokens",
     ]
     if weights is not None:
         fit = max(0, int((0.9 * free - weights) // slot))
         lines.append(f"slots      {fit:,} fit in 90 % of the {free / GIB:.1f} GiB free per actor")
     return lines
+
+
+def _size(job: Job, checkpoint: Checkpoint) -> ModelSize:
+    parameters = count_parameters(checkpoint)
+    return estimate_memory(read_config(checkpoint), job.resolved.dtype, parameters)
 
 
 def _free_bytes(device: str) -> int:

@@ -30,6 +30,7 @@ class Job:
     listing: Listing
     schema: pa.Schema  # columns to read
     checkpoint: Checkpoint
+    drafter: Checkpoint | None  # where the method needs one
     resolved: Resolved
     settings: dict[str, Any]
 
@@ -60,8 +61,9 @@ def prepare(config: RunConfig) -> Job:
     schema = check_columns(listing.files, wanted.items())
     checkpoint = resolve(config.model.target, config.model.revision)
     resolved = _resolve(config, checkpoint)
+    drafter = _resolve_drafter(config, checkpoint)
     settings = {**text_settings(config, resolved), **layout_settings(config)}
-    return Job(config, store, listing, schema, checkpoint, resolved, settings)
+    return Job(config, store, listing, schema, checkpoint, drafter, resolved, settings)
 
 
 def plan_run(job: Job, *, new_run: bool = False) -> tuple[Plan, Plan | None]:
@@ -115,12 +117,7 @@ def _carried_columns(config: RunConfig) -> dict[str, str]:
 
 
 def _resolve(config: RunConfig, checkpoint: Checkpoint) -> Resolved:
-    model = read_config(checkpoint)
-    if model.get("is_encoder_decoder"):
-        kind = model.get("model_type")
-        raise ConfigError(
-            "model.target", f"{kind} is an encoder-decoder; choose a decoder-only model"
-        )
+    model = _read_decoder_config(checkpoint)
     limit = resolve_max_model_len(config.resources.max_model_len, model)
     if config.decoding.max_new_tokens >= limit:
         raise ConfigError(
@@ -134,6 +131,37 @@ def _resolve(config: RunConfig, checkpoint: Checkpoint) -> Resolved:
     device = resolve_device(config.model.device, num_gpus)
     dtype = resolve_dtype(config.model.dtype, device)
     return Resolved(checkpoint.identity, device, dtype, limit, num_gpus)
+
+
+def _resolve_drafter(config: RunConfig, target: Checkpoint) -> Checkpoint | None:
+    """The draft model of `draft_model`, if its tokens are the target's."""
+    if config.decoding.method != "draft_model" or config.model.drafter is None:
+        return None
+    drafter = resolve(config.model.drafter, key="model.drafter")
+    _read_decoder_config(drafter)
+    if drafter.identity == target.identity:
+        return drafter
+    from pipeline.decoding.loading import load_checkpoint_tokenizer  # imports transformers
+    from pipeline.decoding.vocabulary import mismatch
+
+    difference = mismatch(load_checkpoint_tokenizer(target), load_checkpoint_tokenizer(drafter))
+    if difference:
+        raise ConfigError(
+            drafter.key,
+            f"{difference}; choose a model with the target's tokenizer (method universal is for "
+            "others)",
+        )
+    return drafter
+
+
+def _read_decoder_config(checkpoint: Checkpoint) -> dict[str, Any]:
+    model = read_config(checkpoint)
+    if model.get("is_encoder_decoder"):
+        kind = model.get("model_type")
+        raise ConfigError(
+            checkpoint.key, f"{kind} is an encoder-decoder; choose a decoder-only model"
+        )
+    return model
 
 
 def _resolve_gpus(config: RunConfig) -> float:

@@ -92,6 +92,11 @@ class OutputConfig(Section):
 class ModelConfig(Section):
     target: str = Field(description="Hub id, local folder, GGUF file, or `demo:smollm2`.")
     revision: str | None = Field(None, description="Hub revision of the target.")
+    drafter: str | None = Field(
+        None,
+        description="For `draft_model`: a smaller model with the target's tokenizer; a hub id, "
+        "folder, GGUF file or demo, as `model.target`.",
+    )
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         "auto",
         description="`auto`: bfloat16 on CUDA and on CPUs that compute in it, else float32.",
@@ -110,6 +115,13 @@ class DecodingConfig(Section):
     method: Method = Field("prompt_lookup", description="Where draft tokens come from.")
     num_draft_tokens: int = Field(
         10, ge=1, le=256, description="Draft tokens per verification at most."
+    )
+    draft_confidence: float = Field(
+        0.4,
+        ge=0,
+        le=1,
+        description="A draft of `draft_model` ends with the first token that the draft model finds "
+        "less probable than this; 0: never.",
     )
     prompt_lookup_min: int = Field(
         2, ge=1, description="Tokens that must match before `prompt_lookup` drafts, at least."
@@ -137,9 +149,11 @@ class DecodingConfig(Section):
     @field_validator("method", mode="before")
     @classmethod
     def _known_but_absent(cls, value: Any) -> Any:
-        planned = ("draft_model", "early_exit", "mtp", "mtp_drafter", "universal", "auto")
+        planned = ("early_exit", "mtp", "mtp_drafter", "universal", "auto")
         if value in planned:
-            raise ValueError(f"{value} is not available yet; use plain or prompt_lookup")
+            raise ValueError(
+                f"{value} is not available yet; use plain, prompt_lookup or draft_model"
+            )
         return value
 
     @model_validator(mode="after")

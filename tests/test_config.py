@@ -137,7 +137,10 @@ def test_dump_yaml_round_trips(file: Path, tmp_path: Path) -> None:
             "wings: unknown key; known keys: task, prompt, input, output, model, decoding, "
             "resources, faults",
         ),
-        ("model.wings=1", "model.wings: unknown key; known keys: target, revision, dtype, device"),
+        (
+            "model.wings=1",
+            "model.wings: unknown key; known keys: target, revision, drafter, dtype, device",
+        ),
         (
             "resources.num_cpus=foo",
             "resources.num_cpus: input should be 'auto' or Input should be a valid number, "
@@ -162,11 +165,22 @@ def test_dump_yaml_round_trips(file: Path, tmp_path: Path) -> None:
         ),
         (
             "decoding.method=mtp",
-            "decoding.method: mtp is not available yet; use plain or prompt_lookup (got 'mtp')",
+            "decoding.method: mtp is not available yet; use plain, prompt_lookup or draft_model "
+            "(got 'mtp')",
         ),
         (
             "decoding.method=magic",
-            "decoding.method: input should be 'plain' or 'prompt_lookup' (got 'magic')",
+            "decoding.method: input should be 'plain', 'prompt_lookup' or 'draft_model' "
+            "(got 'magic')",
+        ),
+        (
+            "decoding.method=draft_model",
+            "model.drafter: draft_model needs it; name a smaller model with the target's "
+            "tokenizer, or use decoding.method=prompt_lookup",
+        ),
+        (
+            "decoding.draft_confidence=1.1",
+            "decoding.draft_confidence: input should be less than or equal to 1 (got 1.1)",
         ),
         (
             "decoding.stop=['']",
@@ -191,6 +205,13 @@ def test_dump_yaml_round_trips(file: Path, tmp_path: Path) -> None:
 )
 def test_wrong_override_names_key_and_remedy(file: Path, override: str, line: str) -> None:
     assert problem([file], override) == line
+
+
+def test_the_reference_engine_does_not_draft_with_a_model(file: Path) -> None:
+    sets = ["decoding.method=draft_model", "model.drafter=d", "decoding.engine=transformers"]
+    line = "decoding.engine: transformers does not draft with draft_model; use engine: batched"
+    assert problem([file], *sets) == line
+    assert load_config([file], sets[:2], task="summarize").model.drafter == "d"
 
 
 def test_wrong_key_in_a_file_reads_the_same(file: Path) -> None:

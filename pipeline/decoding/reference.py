@@ -28,6 +28,7 @@ from pipeline.records import Completion, GenerationRequest, GenerationStats
 
 logger = logging.getLogger(__name__)
 
+_METHODS = ("plain", "prompt_lookup")
 _WARM_UP_TOKENS = 4
 
 
@@ -53,6 +54,9 @@ class ReferenceEngine:
         max_model_len: int,
         row_timeout_s: float | None = None,
     ) -> None:
+        if decoding.method not in _METHODS:
+            problem = f"{decoding.method} needs engine: batched; use that, or method prompt_lookup"
+            raise ConfigError("decoding.method", problem)
         neutralize(model)
         self._model = model
         self._decoding = decoding

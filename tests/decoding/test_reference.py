@@ -416,6 +416,11 @@ def test_models_that_cannot_take_drafts_back_are_refused(model: Any) -> None:
     assert _decode(engine, _prompt(0), "f:0")[1].status == "ok"
 
 
+def test_drafting_with_a_model_is_refused(model: Any) -> None:
+    with pytest.raises(ConfigError, match=r"^decoding.method: draft_model .*engine: batched"):
+        _engine(model, method="draft_model")
+
+
 def test_build_engine_from_a_config(
     tiny_model_dir: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:

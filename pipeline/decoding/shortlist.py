@@ -19,7 +19,7 @@ _SPARE = 32  # listed beyond k, since all that tie with the k-th survive; ties a
 
 
 class Rule(NamedTuple):
-    """What of a row's `SamplingParams` bears on a choice; None, 1.0 and () where it does not."""
+    """What of a row's `SamplingParams` bears on a choice; at temperature 0 most does not."""
 
     temperature: float
     top_k: int | None
@@ -56,7 +56,7 @@ def rule_of(params: SamplingParams) -> Rule:
         temperature=float(params.temperature),
         top_k=params.top_k if sampled else None,
         top_p=params.top_p if sampled and params.top_p != 1.0 else None,
-        min_p=(params.min_p or None) if sampled else None,
+        min_p=params.min_p if sampled else None,
         repetition_penalty=float(params.repetition_penalty),
         banned_tokens=tuple(params.banned_tokens),
     )
@@ -89,10 +89,12 @@ def shortlist(logits: Tensor, rule: Rule, length: int) -> Shortlist:
         # Both sides of the warper's comparison err by a few units in the last place, its exponents
         # by as many as they are large; the absolute term is for probabilities that underflow.
         margin = rule.min_p * 2.0**-16 + 1e-30
-        certain = certain & ((weights > rule.min_p + margin) | (scores == scores[:, :1]))
+        certain = certain & (weights > rule.min_p + margin)
         possible = possible & (weights >= rule.min_p - margin)
     certain = certain | (possible & (possible.sum(1, True) == 1))  # one always survives
-    complete = ~possible[:, -1] | (tokens.shape[1] == vocab)
+    # After top-k, top-p needs the sum of all survivors of top-k, not of the listed ones.
+    missed = alive[:, -1] if rule.top_k else possible[:, -1]
+    complete = ~missed | (tokens.shape[1] == vocab)
     return Shortlist(tokens, scores, certain, possible, complete)
 
 

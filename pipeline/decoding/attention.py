@@ -1,7 +1,8 @@
 """Attention over a slot cache, ragged over its rows, in the shape of an `AttentionInterface`.
 
-Decoding rows attend in groups, padded to the longest draft; prompt chunks one by one. The query
-heads that share a K/V head are folded into the query axis: K and V are read once.
+Prompt chunks attend one by one. So do decoding rows on CPU, in compiled code (see `native`);
+elsewhere in groups, padded to the longest draft. The query heads that share a K/V head are folded
+into the query axis: K and V are read once.
 Called with the storage that `SlotCache.update` returned, or what the model made of it.
 """
 
@@ -11,6 +12,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
+from pipeline.decoding import native
 from pipeline.decoding.steps import Step, active_step
 
 NAME = "draftmill"
@@ -59,11 +61,30 @@ def ragged_attention(
 def _decode(
     step: Step, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attend: "_Attend"
 ) -> torch.Tensor:
-    """Group by group: `[1, N, heads, head_dim]`."""
-    heads, head_dim = query.shape[1], query.shape[3]
+    """All rows: `[1, N, heads, head_dim]`."""
+    packed = query[0].transpose(0, 1)  # [N, heads, head_dim]
+    if native.suits(packed, key, value):
+        out = native.attend_rows(
+            step,
+            packed,
+            key,
+            value,
+            scale=attend.scale,
+            window=attend.window,
+            softcap=attend.softcap,
+            sinks=attend.sinks,
+        )
+        return out[None]
+    return _by_groups(step, packed, key, value, attend)[None]
+
+
+def _by_groups(
+    step: Step, packed: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attend: "_Attend"
+) -> torch.Tensor:
+    """All rows, group by group: `[N, heads, head_dim]` to the same."""
+    heads, head_dim = packed.shape[1:]
     kv_heads, width = key.shape[1], step.max_count
     fold = heads // kv_heads
-    packed = query[0].transpose(0, 1)  # [N, heads, head_dim]
     if step.is_even:
         padded = packed.reshape(-1, width, heads, head_dim)
     else:
@@ -77,12 +98,11 @@ def _decode(
         rows, slots = slice(group.first, group.last), slice(slot, slot + group.last - group.first)
         q = folded[rows, :, :, : group.width].flatten(2, 3)
         k, v = key[slots, :, : group.kv_len], value[slots, :, : group.kv_len]
-        mask = _group_mask(step, index, fold, attend.window, query.dtype)
+        mask = _group_mask(step, index, fold, attend.window, packed.dtype)
         result = attend(q, k, v, mask, fold)
         out[rows, :, :, : group.width] = result.view(len(q), kv_heads, fold, group.width, -1)
     out = out.permute(0, 3, 1, 2, 4).reshape(len(step.spans), width, heads, -1)
-    out = out.flatten(0, 1) if step.is_even else out[step.span_indices, step.columns]
-    return out[None]
+    return out.flatten(0, 1) if step.is_even else out[step.span_indices, step.columns]
 
 
 def _prefill(

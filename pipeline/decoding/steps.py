@@ -95,6 +95,16 @@ class Step:
         return self._tensor([j for count in self.counts for j in range(count)])
 
     @cached_property
+    def row_tensors(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Per row: slot counted from `first_slot`, first position, offset; int64 `[rows]`, and
+        `[rows + 1]` for the offsets."""
+        return (
+            self._tensor([span.slot - self.first_slot for span in self.spans]),
+            self._tensor([span.start for span in self.spans]),
+            self._tensor(self.offsets),
+        )
+
+    @cached_property
     def is_even(self) -> bool:
         """Whether the spans are equally long, so that they need no padding."""
         return min(self.counts) == self.max_count

@@ -1,0 +1,177 @@
+"""The compiled attention of decoding rows on CPU: builds `attend.c` once per machine and calls it.
+
+torch's attention reads K/V of a decode step at a third of the memory's speed, and must pad rows to
+a common length. Where no C compiler is at hand, it serves all the same: `available()` tells.
+"""
+
+import ctypes
+import functools
+import hashlib
+import logging
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+
+from pipeline.decoding.conversion import cache_root
+from pipeline.decoding.steps import Span, Step
+
+logger = logging.getLogger(__name__)
+
+_SOURCE = Path(__file__).with_name("attend.c")
+# -ffast-math lets sums be taken in any order, which is what makes them fast; nothing here is
+# infinite. OpenMP's symbols are torch's: a second runtime would compete with it for the cores.
+_FLAGS = ("-O3", "-march=native", "-ffast-math", "-fopenmp", "-shared", "-fPIC")
+_DTYPES = (torch.float32, torch.bfloat16)
+_COMPILE_SECONDS = 120
+
+_POINTERS = ("query", "key", "value", "out", "slots", "starts", "offsets", "sinks")
+_COUNTS = ("rows", "heads", "kv_heads", "head_dim", "value_dim", "query_token", "query_head")
+_STRIDES = ("key_slot", "key_head", "key_place", "value_slot", "value_head", "value_place")
+
+
+class _Task(ctypes.Structure):
+    """`Task` of attend.c."""
+
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in _POINTERS),
+        *((name, ctypes.c_int64) for name in (*_COUNTS, *_STRIDES, "window")),
+        ("scale", ctypes.c_float),
+        ("softcap", ctypes.c_float),
+        ("is_bfloat16", ctypes.c_int),
+        ("threads", ctypes.c_int),
+    ]
+
+
+def suits(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> bool:
+    """Whether the compiled attention can take these tensors and is available."""
+    tensors = (query, key, value)
+    return (
+        query.device.type == "cpu"
+        and query.dtype in _DTYPES
+        and all(t.dtype == query.dtype and t.stride(-1) == 1 for t in tensors)
+        and available()
+    )
+
+
+def attend_rows(
+    step: Step,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    *,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Attention of all rows of a decode step; what `suits` accepts.
+
+    Args:
+        query: `[N, heads, head_dim]`, packed.
+        key, value: `[step.num_slots, kv_heads, step.kv_len, head_dim]`; head_dim may differ.
+        sinks: `[heads]`.
+
+    Returns:
+        `[N, heads, head_dim of value]`.
+
+    Raises:
+        MemoryError: no room for scores.
+    """
+    library = _library()
+    assert library is not None
+    slots, starts, offsets = step.row_tensors
+    out = query.new_empty(query.shape[0], query.shape[1], value.shape[3])
+    sinks = None if sinks is None else sinks.float().contiguous()
+    task = _Task(
+        *(t.data_ptr() for t in (query, key, value, out, slots, starts, offsets)),
+        None if sinks is None else sinks.data_ptr(),
+        *(len(step.spans), query.shape[1], key.shape[1], query.shape[2], value.shape[3]),
+        *query.stride()[:2],
+        *key.stride()[:3],
+        *value.stride()[:3],
+        window or 0,
+        scale,
+        softcap or 0.0,
+        query.dtype == torch.bfloat16,
+        torch.get_num_threads(),
+    )
+    if library.attend_rows(ctypes.byref(task)):
+        raise MemoryError("can't allocate memory for attention scores")
+    return out
+
+
+@functools.cache
+def available() -> bool:
+    """Whether the compiled attention could be built and computes what torch computes."""
+    if _library() is None:
+        return False
+    if all(map(_agrees, _DTYPES)):
+        return True
+    logger.warning("the compiled attention computes something else here: torch's serves instead")
+    return False
+
+
+def _agrees(dtype: torch.dtype) -> bool:
+    generator = torch.Generator().manual_seed(0)
+    lengths, width, heads, kv_heads, size = (5, 40), 3, 4, 2, 24
+    spans = [Span(i, length - width, [0] * width) for i, length in enumerate(lengths)]
+    step = Step(spans, decoding=True)
+    key, value = (torch.randn(2, kv_heads, 40, size, generator=generator).to(dtype) for _ in "kv")
+    query = torch.randn(2 * width, heads, size, generator=generator).to(dtype)
+    out = attend_rows(step, query, key, value, scale=0.2).float()
+    for i, length in enumerate(lengths):
+        rows = slice(i * width, (i + 1) * width)
+        k, v = (part[i, :, :length].float().repeat_interleave(2, 0) for part in (key, value))
+        mask = torch.ones(width, length, dtype=torch.bool).tril(length - width)
+        q = query[rows].float().transpose(0, 1)
+        expected = scaled_dot_product_attention(q, k, v, mask, scale=0.2).transpose(0, 1)
+        if (out[rows] - expected).abs().max() > (1e-5 if dtype == torch.float32 else 2e-2):
+            return False
+    return True
+
+
+@functools.cache
+def _library() -> ctypes.CDLL | None:
+    try:
+        return ctypes.CDLL(str(_build()))
+    except (OSError, subprocess.SubprocessError) as error:
+        detail = getattr(error, "stderr", None) or error
+        reason = " ".join(str(detail).split())[:200]
+        logger.info("attention on CPU: torch's (no compiled one: %s)", reason)
+        return None
+
+
+def _build() -> Path:
+    """The shared library, compiled for this CPU unless it is there already."""
+    compiler = os.environ.get("CC") or shutil.which("cc") or shutil.which("gcc")
+    if compiler is None:
+        raise OSError("no C compiler; install gcc for faster decoding")
+    identity = [_SOURCE.read_text(encoding="utf-8"), *_FLAGS, platform.machine(), _cpu()]
+    name = hashlib.blake2b("\n".join(identity).encode(), digest_size=8).hexdigest()
+    folder = cache_root() / "native"
+    path = folder / f"attend-{name}.so"
+    if not path.exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=folder) as scratch:  # several actors may build at once
+            built = Path(scratch) / path.name
+            command = [*compiler.split(), *_FLAGS, "-o", str(built), str(_SOURCE), "-lm"]
+            subprocess.run(
+                command, check=True, capture_output=True, text=True, timeout=_COMPILE_SECONDS
+            )
+            built.replace(path)
+    return path
+
+
+def _cpu() -> str:
+    """What `-march=native` depends on."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return platform.processor()
+    return next((x for x in lines if x.startswith(("flags", "Features"))), "")

@@ -3,12 +3,14 @@
 import re
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from torch.autograd.profiler_util import FunctionEvent
 from torch.profiler import ProfilerActivity, profile, record_function
+from transformers import AttentionInterface
 
 from pipeline.benchmark.engines import (
     EngineSetup,
@@ -19,15 +21,14 @@ from pipeline.benchmark.engines import (
     warm_up,
 )
 from pipeline.benchmark.models import Models
+from pipeline.decoding.attention import NAME, ragged_attention
 from pipeline.decoding.drafters.base import Drafter, DraftRow
 
 STEPS = 10
 _SETTLING = {True: 13, False: 3}  # decode steps first; with drafts plain ones are frequent early
 _TOP_OPS = 12
-_DRAFT = "draftmill::draft"
-# By operator name; a decoder's dense layers never are `bmm`, attention may be.
-_ATTENTION = re.compile(r"scaled_dot_product|flash|softmax|bmm|attention")
-_MATRIX = re.compile(r"mm$|linear|mkldnn|matmul|addmm|mv$")
+_DRAFT, _ATTENTION = "draftmill::draft", "draftmill::attention"  # ranges in the profile
+_MATRIX = re.compile(r"mm$|linear|mkldnn|matmul|mv$")  # names of operators
 
 
 @dataclass(frozen=True)
@@ -35,8 +36,8 @@ class Breakdown:
     """Mean milliseconds of a decode step, and what they went into.
 
     `step_ms` is without the profiler, `profiled_ms` with it. The parts are those of the latter:
-    `draft_ms` in the drafter, whatever it does there; of the rest `matrix_ms`, `attention_ms` and
-    `other_ops_ms` in torch's operators, and `host_ms` in none of them.
+    `draft_ms` in the drafter and `attention_ms` in the attention, whatever they do there; of the
+    rest `matrix_ms` and `other_ops_ms` in torch's operators, `host_ms` in none of them.
     """
 
     setup: str
@@ -108,7 +109,7 @@ def _time_steps(engine: RecordingEngine) -> float:
 
 def _profiled(engine: RecordingEngine, setup: EngineSetup, step_seconds: float) -> Breakdown:
     before = vars(engine.times).copy()
-    with profile(activities=[ProfilerActivity.CPU]) as profiler:
+    with _marked_attention(), profile(activities=[ProfilerActivity.CPU]) as profiler:
         profiled_seconds = _time_steps(engine)
     spent = {key: (value - before[key]) / STEPS for key, value in vars(engine.times).items()}
     ops = _operators(profiler.events() or ())
@@ -133,24 +134,43 @@ def _profiled(engine: RecordingEngine, setup: EngineSetup, step_seconds: float) 
     )
 
 
+@contextmanager
+def _marked_attention() -> Iterator[None]:
+    """Have the profiler show what runs in the attention: some of it is no operator of torch."""
+
+    def marked(*args: Any, **kwargs: Any) -> Any:
+        with record_function(_ATTENTION):
+            return ragged_attention(*args, **kwargs)
+
+    AttentionInterface.register(NAME, marked)
+    try:
+        yield
+    finally:
+        AttentionInterface.register(NAME, ragged_attention)
+
+
 def _operators(events: Sequence[FunctionEvent]) -> Counter[str]:
-    """Milliseconds a step by operator, time in operators called from it not included."""
+    """Milliseconds a step by operator, time in operators called from it not included; all of the
+    attention as one, and without what drafts."""
     ops = Counter[str]()
     for event in events:
-        if event.name != _DRAFT and "::" in event.name and not _is_drafting(event):
-            ops[event.name] += event.self_cpu_time_total / 1e3 / STEPS
+        ranges = _names_around(event)
+        if "::" in event.name and _DRAFT not in ranges:
+            name = _ATTENTION if _ATTENTION in ranges else event.name
+            ops[name] += event.self_cpu_time_total / 1e3 / STEPS
     return ops
 
 
-def _is_drafting(event: FunctionEvent) -> bool:
+def _names_around(event: FunctionEvent) -> set[str]:
+    """Of the event and of all that it runs in."""
+    names = {event.name}
     while event.cpu_parent is not None:
         event = event.cpu_parent
-        if event.name == _DRAFT:
-            return True
-    return False
+        names.add(event.name)
+    return names
 
 
 def _group(name: str) -> str:
-    if _ATTENTION.search(name):
+    if name == _ATTENTION:
         return "attention"
     return "matrix" if _MATRIX.search(name) else "other"

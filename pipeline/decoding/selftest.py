@@ -24,19 +24,19 @@ _STATEFUL = {"linear_attention", "conv", "hybrid", "hybrid_sliding"}
 _KNOWN = {"full_attention", "sliding_attention", "chunked_attention"}
 _NEEDED = ("position_ids", "cache", "logits_to_keep")  # arguments of a model's forward
 
-_LENGTHS = (6, 19, 33)  # of the random rows
+_LENGTHS = (5, 12, 19)  # of the random rows
 _SLOTS = (0, 1, 3)  # theirs: neighbours, and one beyond a gap
 _Part = tuple[int, int, int, int]  # row, first token, end, wrong draft tokens behind that
 _PASSES: tuple[tuple[bool, list[_Part]], ...] = (  # (decoding, parts of rows)
-    (False, [(2, 0, 20, 0)]),
-    (False, [(0, 0, 4, 0), (1, 0, 12, 0)]),
-    (False, [(1, 12, 14, 0), (2, 20, 26, 0)]),
-    (True, [(0, 4, 5, 0), (1, 14, 15, 0), (2, 26, 27, 0)]),
-    (True, [(0, 5, 6, 0), (1, 15, 16, 3), (2, 27, 30, 2)]),
-    (True, [(1, 16, 19, 0), (2, 30, 33, 0)]),
+    (False, [(0, 0, 3, 0), (2, 0, 10, 0)]),
+    (False, [(1, 0, 7, 0), (2, 10, 13, 0)]),
+    (True, [(0, 3, 4, 0), (1, 7, 8, 0), (2, 13, 14, 0)]),
+    (True, [(0, 4, 5, 0), (1, 8, 9, 3), (2, 14, 16, 2)]),
+    (True, [(1, 9, 12, 0), (2, 16, 19, 0)]),
 )
-# Of the largest logit.
-_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.1, torch.float16: 0.02}
+# Of the largest logit. SmolLM2-135M and Gemma-3-270M deviate by 5e-6, 0.012 and 0.002; attention
+# that is wrong in one layer of them, by 0.03 to 0.1.
+_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.04, torch.float16: 0.01}
 
 
 def misfit(model: Any, max_model_len: int | None = None) -> str | None:
@@ -113,11 +113,12 @@ def _random_rows(vocab_size: int) -> list[list[int]]:
     return [torch.randint(low, high, (n,), generator=generator).tolist() for n in _LENGTHS]
 
 
-def _eager_logits(model: Any, row: list[int]) -> torch.Tensor:
-    """`[len(row), vocab]` in float32."""
-    ids = torch.tensor([row], device=model.device)
+def _eager_logits(model: Any, rows: list[list[int]]) -> torch.Tensor:
+    """`[rows, longest, vocab]` in float32. No row sees what pads it, for that lies behind it."""
+    padded = [row + [row[0]] * (max(_LENGTHS) - len(row)) for row in rows]
+    ids = torch.tensor(padded, device=model.device)
     output = model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False)
-    logits: torch.Tensor = output.logits[0].float()
+    logits: torch.Tensor = output.logits.float()
     return logits
 
 
@@ -125,19 +126,21 @@ def _logits_misfit(runner: ModelRunner, name: str, rows: list[list[int]]) -> str
     """Compare packed logits with those of the model's own attention, token by token."""
     model = runner.model
     model.set_attn_implementation("eager")
-    expected = [_eager_logits(model, row) for row in rows]
+    expected = _eager_logits(model, rows)
     model.set_attn_implementation(NAME)
-    scale = max(float(logits.abs().max()) for logits in expected)
+    scale = expected.abs().max()
     for decoding, parts in _PASSES:
-        places = [(row, place) for row, start, stop, _ in parts for place in range(start, stop)]
-        wanted = torch.stack([expected[row][place] for row, place in places])
+        wanted = torch.cat([expected[row, start:stop] for row, start, stop, _ in parts])
         deviations = (_packed_logits(runner, rows, decoding, parts) - wanted).abs().amax(-1) / scale
-        for (row, place), deviation in zip(places, deviations.tolist(), strict=True):
-            if not deviation <= _TOLERANCE[model.dtype]:  # nan is a misfit too
-                return (
-                    f"packed logits of {name} differ from its own by {deviation:.2g} of the "
-                    f"largest, at token {place} of {len(rows[row])}"
-                )
+        # In low precision a token may well be routed to another expert: most must agree, not all.
+        exact = model.dtype == torch.float32
+        deviation = float(deviations.max() if exact else deviations.median())
+        if not deviation <= _TOLERANCE[model.dtype]:  # nan is a misfit too
+            kind = "decode" if decoding else "prefill"
+            return (
+                f"logits of {name} in a packed {kind} pass differ from its own by {deviation:.2g} "
+                f"of the largest"
+            )
     return None
 
 

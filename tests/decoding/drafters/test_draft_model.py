@@ -148,7 +148,8 @@ def test_prompts_are_packed_into_few_passes(step_tokens: int, prefills: int) -> 
     watched.propose(rows[:3], [3, 5, 2])
     fed = [len(p.token_ids) for p in watched.passes if not len(p.logits)]
     assert len(fed) == prefills and max(fed) <= step_tokens
-    assert len(watched.passes) == len(fed) + 5
+    drafting = [len(p.token_ids) for p in watched.passes[len(fed) :]]
+    assert drafting == [4 + 1 + 1, 3, 2, 1, 1], "the last of each prompt, and the short one"
     rows[1].tokens.append(9)
     watched.propose(rows, [1] * 4)
     assert len(watched.passes) == 1, "a short prompt joins the drafting pass"
@@ -183,12 +184,12 @@ def test_reports_the_memory_that_it_takes() -> None:
 def test_a_shared_prefix_is_computed_once(max_len: int) -> None:
     watched = Watched(prefix_token_ids=IDS[:30], max_len=max_len)
     length = min(14, max_len - 2)
-    rows = [Row(slot, [*IDS[:length], 7 + slot]) for slot in (0, 3)]
-    watched.propose(rows, [2, 2])
+    rows = [Row(0, [*IDS[:length], 7]), Row(3, IDS[40 : 40 + length]), Row(1, IDS[:length])]
+    watched.propose(rows, [2] * 3)
     prefills = [p.positions for p in watched.passes if not len(p.logits)]
-    assert prefills == [list(range(min(30, max_len)))]
-    watched.drafter.release(rows[0])
-    watched.propose([Row(0, IDS[:length]), rows[1]], [2, 0])
+    assert prefills == [list(range(min(30, max_len))), list(range(length - 1))]
+    watched.drafter.release(rows[0])  # by now slot 3 holds a row that begins otherwise
+    watched.propose([Row(0, IDS[:length]), *rows[1:]], [2, 0, 0])
     assert len(watched.passes) == 2
     watched.drafter.resize(4, max_len)
     watched.propose([Row(0, IDS[:length])], [2])
@@ -265,6 +266,8 @@ def test_rows_with_tokens_that_it_does_not_know_get_no_drafts(prefix: list[int])
     banning = replace(SAMPLED, banned_tokens=(505,))
     rows = [Row(0, [*IDS[:5], 505, 4, 3]), Row(1, IDS[:20]), Row(2, IDS[:20], sampling=banning)]
     assert [len(draft) for draft in watched.propose(rows, [3] * 3)] == [0, 3, 3]
+    others_only = replace(GREEDY, banned_tokens=tuple(range(500)))
+    assert watched.drafter.propose([Row(3, IDS[:5], sampling=others_only)], [3]) == [[]]
     rows[1].tokens += [500]  # the target may choose what the draft model does not have
     assert [len(draft) for draft in watched.propose(rows, [3] * 3)] == [0, 0, 3]
     rows[1].tokens += [4]

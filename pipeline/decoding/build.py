@@ -9,9 +9,10 @@ from pipeline.decoding.batched import BatchedEngine
 from pipeline.decoding.checkpoint import estimate_memory, materialize, read_config, resolve
 from pipeline.decoding.choosing import params_of
 from pipeline.decoding.drafters.base import Drafter
+from pipeline.decoding.drafters.draft_model import DraftModelDrafter, load_drafter
 from pipeline.decoding.drafters.prompt_lookup import PromptLookupDrafter
 from pipeline.decoding.engine import Engine
-from pipeline.decoding.loading import load_model, load_tokenizer, set_threads
+from pipeline.decoding.loading import end_tokens, load_model, load_tokenizer, set_threads
 from pipeline.decoding.memory import slot_budget
 from pipeline.decoding.packing import pack_linears
 from pipeline.decoding.prefix import template_prefix
@@ -46,10 +47,13 @@ def build_engine(
     folder = materialize(resolve(config.model.target, config.model.revision))
     model, tokenizer = load_model(folder, dtype, device), load_tokenizer(folder)
     asked = config.decoding.engine
-    reason = None if asked == "transformers" else misfit(model)
+    reason = None if asked == "transformers" else misfit(model, max_model_len)
     if asked == "batched" and reason:
         problem = f"batched cannot run this model: {reason}; use auto or transformers"
         raise ConfigError("decoding.engine", problem)
+    if reason and config.decoding.method not in ("plain", "prompt_lookup"):
+        problem = f"{config.decoding.method} needs the batched engine, which cannot run this model"
+        raise ConfigError("decoding.method", f"{problem}: {reason}; use plain or prompt_lookup")
     if asked == "transformers" or reason:
         why = "as configured" if asked == "transformers" else f"auto: {reason}"
         logger.info("engine: transformers (%s), method %s", why, config.decoding.method)
@@ -86,30 +90,49 @@ def _batched(
     pack_linears(model)
     dtype = str(model.dtype).removeprefix("torch.")
     size = estimate_memory(read_config(resolve(str(folder))), dtype, None)
+    asked = config.resources.step_tokens
+    step_tokens = STEP_TOKENS[device] if asked == "auto" else asked
+    prefix = template_prefix(config, tokenizer)
+    drafter = _drafter(config, model, dtype, step_tokens, prefix)
+    drafter_bytes = drafter.bytes_per_token if isinstance(drafter, DraftModelDrafter) else 0
     budget = slot_budget(
         config.resources.slots,
-        bytes_per_token=size.kv_bytes_per_token,
+        bytes_per_token=size.kv_bytes_per_token + drafter_bytes,
         device=device,
         actors_on_host=config.resources.num_actors,
         gpu_share=num_gpus or 1.0,
     )
-    asked = config.resources.step_tokens
     return BatchedEngine(
         model,
         tokenizer,
         params_of(config.decoding, config.faults.row_timeout_s),
         max_model_len=max_model_len,
         budget=budget,
-        step_tokens=STEP_TOKENS[device] if asked == "auto" else asked,
+        step_tokens=step_tokens,
         method=config.decoding.method,
-        drafter=_drafter(config),
+        drafter=drafter,
         num_draft_tokens=config.decoding.num_draft_tokens,
-        prefix_token_ids=template_prefix(config, tokenizer),
+        prefix_token_ids=prefix,
     )
 
 
-def _drafter(config: RunConfig) -> Drafter | None:
+def _drafter(
+    config: RunConfig, model: Any, dtype: str, step_tokens: int, prefix: list[int]
+) -> Drafter | None:
+    """What drafts for the target `model`."""
     decoding = config.decoding
+    if decoding.method == "draft_model":
+        assert config.model.drafter is not None
+        return load_drafter(
+            config.model.drafter,
+            dtype,
+            model.device.type,
+            vocab_size=model.config.get_text_config().vocab_size,
+            step_tokens=step_tokens,
+            confidence=decoding.draft_confidence,
+            end_tokens=end_tokens(model.generation_config.eos_token_id),
+            prefix_token_ids=prefix,
+        )
     if decoding.method == "prompt_lookup":
         return PromptLookupDrafter(decoding.prompt_lookup_max, decoding.prompt_lookup_min)
     return None

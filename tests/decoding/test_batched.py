@@ -2,6 +2,7 @@
 
 import itertools
 import random
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 
 from pipeline.decoding.batched import BatchedEngine
 from pipeline.decoding.drafters.base import Drafter
+from pipeline.decoding.drafters.draft_model import DraftModelDrafter
 from pipeline.decoding.drafters.prompt_lookup import PromptLookupDrafter
 from pipeline.decoding.memory import SlotBudget
 from pipeline.errors import EngineError
@@ -74,7 +76,15 @@ def lookup() -> PromptLookupDrafter:
     return PromptLookupDrafter(3, 1)
 
 
-METHODS = ["plain", "prompt_lookup"]
+def make_drafter(method: str, chunk: int, prefix: Sequence[int]) -> Drafter | None:
+    if method == "draft_model":  # another random model: now and then it is right
+        return DraftModelDrafter(
+            make_model(seed=1), vocab_size=512, step_tokens=chunk, prefix_token_ids=prefix
+        )
+    return lookup() if method == "prompt_lookup" else None
+
+
+METHODS = ["plain", "prompt_lookup", "draft_model"]
 GRID = list(itertools.product(METHODS, PARAMS, (1, 4, 16), (1, 3, 10), (1, 64, 512), (True, False)))
 GRID = [g for g in GRID if g[0] != "plain" or g[3] == 1]  # plain has no draft length
 
@@ -98,7 +108,7 @@ def test_same_tokens(
         params=PARAMS[params],
         step_tokens=chunk,
         method=method,
-        drafter=lookup() if method == "prompt_lookup" else None,
+        drafter=make_drafter(method, chunk, HEAD if prefix else ()),
         num_draft_tokens=drafts,
         prefix_token_ids=HEAD if prefix else (),
     )

@@ -22,7 +22,7 @@ def config(model: Path, **decoding: Any) -> RunConfig:
         {
             "input": {"path": "in"},
             "output": {"path": "out"},
-            "model": {"target": str(model)},
+            "model": {"target": str(model), "drafter": str(model)},
             "prompt": {"system": "You count sacks for the miller, all of them."},
             "decoding": {"max_new_tokens": 8} | decoding,
         }
@@ -62,6 +62,9 @@ def test_what_does_not_fit_goes_to_the_reference_engine(
     assert "engine: transformers (auto: " in caplog.text
     with pytest.raises(ConfigError, match=r"^decoding.engine: batched cannot run this model"):
         build_engine(config(tmp_path, engine="batched"), "float32", "cpu", 64, 1.0)
+    drafting = config(tmp_path, method="draft_model", draft_confidence=0.0)
+    with pytest.raises(ConfigError, match=r"^decoding.method: draft_model needs the batched"):
+        build_engine(drafting, "float32", "cpu", 64, 1.0)
 
 
 def test_shared_prefix_of_a_template(tiny_model_dir: Path) -> None:
@@ -94,3 +97,21 @@ def test_slots_fit_the_memory() -> None:
     assert auto.max_slots == 32 and auto.kv_bytes > 1 << 20
     shared = slot_budget(5, bytes_per_token=10, device="cpu", actors_on_host=4)
     assert shared.max_slots == 5 and shared.kv_bytes < auto.kv_bytes / 3
+
+
+def test_a_draft_model_from_the_config(tiny_model_dir: Path) -> None:
+    engine = build_engine(
+        config(tiny_model_dir, method="draft_model", num_draft_tokens=3, draft_confidence=0.0),
+        "float32",
+        "cpu",
+        128,
+        1.0,
+    )
+    for i in range(4):
+        engine.add_request(GenerationRequest(f"f:{i}", range(3, 20 + i)))
+    completions = []
+    while engine.num_unfinished:
+        completions += engine.step()
+    drafted = sum(c.stats.num_draft_tokens for c in completions)
+    accepted = sum(c.stats.num_accepted_draft_tokens for c in completions)
+    assert drafted and drafted == accepted  # the target drafts for itself

@@ -22,7 +22,9 @@ from pipeline.decoding.loading import load_model
 from pipeline.decoding.packing import pack_linears
 from pipeline.decoding.prefix import SharedPrefix, common_prefix
 from pipeline.decoding.runner import ModelRunner
+from pipeline.decoding.selftest import misfit
 from pipeline.decoding.steps import Span, Step
+from pipeline.errors import ConfigError
 
 _KEY = "model.drafter"
 _FEW = 8  # tokens behind: more are prefilled, since a decoding pass pads its rows to the longest
@@ -231,6 +233,9 @@ def load_drafter(
     """
     folder = materialize(resolve(reference, key=_KEY))
     model = load_model(folder, dtype, device, key=_KEY)
+    reason = misfit(model)
+    if reason:
+        raise ConfigError(_KEY, f"cannot draft for many rows: {reason}; choose another model")
     pack_linears(model)
     return DraftModelDrafter(
         model,

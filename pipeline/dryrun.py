@@ -2,8 +2,6 @@
 
 from typing import Any
 
-import psutil
-
 from pipeline.config import RunConfig
 from pipeline.decoding.checkpoint import (
     Checkpoint,
@@ -13,6 +11,7 @@ from pipeline.decoding.checkpoint import (
     read_config,
 )
 from pipeline.decoding.loading import load_checkpoint_tokenizer
+from pipeline.decoding.memory import slot_budget
 from pipeline.prepare import Job, plan_run, prepare
 from pipeline.prompts import PromptRenderer, estimate_prompt_tokens
 from pipeline.store.ledger import Ledger
@@ -82,32 +81,31 @@ def _prompt_tokens(job: Job, units: list[Any], rows: int) -> str:
 def _memory(job: Job) -> list[str]:
     """Weights and KV cache, those of the draft model too, against what the device has."""
     sizes = [_size(job, model) for model in (job.checkpoint, job.drafter) if model is not None]
-    length = job.resolved.max_model_len
-    token = sum(size.kv_bytes_per_token for size in sizes)
-    slot = token * length
-    free = _free_bytes(job.resolved.device) // (
-        job.config.resources.num_actors if job.resolved.device == "cpu" else 1
-    )
+    resources, resolved = job.config.resources, job.resolved
     known = [size.weight_bytes for size in sizes if size.weight_bytes is not None]
     weights = sum(known) if len(known) == len(sizes) else None
+    token = sum(size.kv_bytes_per_token for size in sizes)
     lines = [
         f"weights    {weights / GIB:.2f} GiB per actor" if weights else "weights    unknown yet",
-        f"KV cache   {token:,} bytes a token, {slot / GIB:.3f} GiB a slot of {length:,} tokens",
+        f"KV cache   {token:,} bytes a token",
     ]
-    if weights is not None:
-        fit = max(0, int((0.9 * free - weights) // slot))
-        lines.append(f"slots      {fit:,} fit in 90 % of the {free / GIB:.1f} GiB free per actor")
+    if weights is not None and job.config.decoding.engine != "transformers":
+        budget = slot_budget(
+            resources.slots,
+            bytes_per_token=token,
+            device=resolved.device,
+            actors_on_host=resources.num_actors,
+            gpu_share=resolved.num_gpus or 1.0,
+            weight_bytes=weights,
+        )
+        slots, length = budget.fit(1, resolved.max_model_len)
+        lines.append(
+            f"slots      {slots:,} rows at a time per actor, of up to {length:,} tokens each: "
+            f"{slots * length * token / GIB:.2f} GiB"
+        )
     return lines
 
 
 def _size(job: Job, checkpoint: Checkpoint) -> ModelSize:
     parameters = count_parameters(checkpoint)
     return estimate_memory(read_config(checkpoint), job.resolved.dtype, parameters)
-
-
-def _free_bytes(device: str) -> int:
-    if device == "cpu":
-        return int(psutil.virtual_memory().available)
-    import torch
-
-    return int(torch.cuda.mem_get_info()[0]) if torch.cuda.is_available() else 0

@@ -40,23 +40,28 @@ def slot_budget(
     device: str,
     actors_on_host: int = 1,
     gpu_share: float = 1.0,
+    weight_bytes: int = 0,
 ) -> SlotBudget:
-    """The budget of one engine, measured now: call it once the weights are loaded.
+    """The budget of one engine, measured now.
 
     Args:
+        weight_bytes: of weights that are still to be loaded.
         actors_on_host: that share the host's memory.
         gpu_share: of the device that this engine may use (fractional `num_gpus`).
     """
-    free = _free_bytes(device, gpu_share, actors_on_host)
+    free = max(0, free_bytes(device, gpu_share, actors_on_host) - weight_bytes)
     limit = MAX_SLOTS[device] if slots == "auto" else slots
     return SlotBudget(limit, int(_SHARE[device] * free), bytes_per_token)
 
 
-def _free_bytes(device: str, gpu_share: float, actors_on_host: int) -> int:
+def free_bytes(device: str, gpu_share: float = 1.0, actors_on_host: int = 1) -> int:
+    """Memory that one engine may still take, weights included."""
     if device == "cpu":
         return int(psutil.virtual_memory().available) // actors_on_host
     import torch
 
+    if not torch.cuda.is_available():  # a driver without the actors' GPU
+        return 0
     free, total = torch.cuda.mem_get_info()
     own = torch.cuda.memory_reserved()
     return max(0, min(free, int(min(1.0, gpu_share) * total) - own))

@@ -229,7 +229,7 @@ def load_drafter(
         dtype, device: as of `load_model`.
 
     Raises:
-        ConfigError: naming `model.drafter`, if the model cannot be had or loaded.
+        ConfigError: naming `model.drafter`, if the model cannot be had, loaded or batched.
     """
     folder = materialize(resolve(reference, key=_KEY))
     model = load_model(folder, dtype, device, key=_KEY)

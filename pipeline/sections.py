@@ -114,7 +114,11 @@ class DecodingConfig(Section):
     )
     method: Method = Field("prompt_lookup", description="Where draft tokens come from.")
     num_draft_tokens: int = Field(
-        10, ge=1, le=256, description="Draft tokens per verification at most."
+        3,
+        ge=1,
+        le=256,
+        description="Draft tokens per row and verification at most; many rows at a time want few, "
+        "since each costs its share of the pass, a single row may take 10.",
     )
     draft_confidence: float = Field(
         0.4,

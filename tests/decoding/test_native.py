@@ -98,3 +98,10 @@ def test_without_a_compiler_torch_serves(monkeypatch: pytest.MonkeyPatch, caplog
     finally:
         native._library.cache_clear()
         native.available.cache_clear()
+
+
+def test_arithmetic_stays_as_it_was() -> None:
+    """A library linked with -ffast-math would flush subnormal numbers in the whole process."""
+    native.available()
+    tiny = torch.tensor([1e-40]) * torch.tensor([1.0])
+    assert tiny.item() > 0 and 5e-324 * 1.0 > 0

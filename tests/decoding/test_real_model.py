@@ -21,8 +21,8 @@ from tests.tiny import make_model, make_tokenizer
 pytestmark = [pytest.mark.soak, pytest.mark.model, pytest.mark.timeout(7200)]
 PROMPTS = Path(__file__).parents[3] / "shared/data/spec_bench/prompts.jsonl"
 PARAMS = {
-    "greedy": SamplingParams(max_new_tokens=48),
-    "sampled": SamplingParams(max_new_tokens=48, temperature=0.8, top_k=50, top_p=0.95, seed=1),
+    "greedy": SamplingParams(max_new_tokens=32),
+    "sampled": SamplingParams(max_new_tokens=32, temperature=0.8, top_k=50, top_p=0.95, seed=1),
 }
 # Pairwise over method, sampling, slots, draft length, chunk and prefix.
 COMBINATIONS = [

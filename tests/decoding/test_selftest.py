@@ -1,5 +1,6 @@
 """The self-test: which models it refuses and why, what it notices, and that it leaves no trace."""
 
+import copy
 import re
 import time
 from collections.abc import Callable
@@ -135,6 +136,12 @@ def test_arguments_that_our_attention_would_ignore() -> None:
 
     model.model.layers[1].self_attn.register_forward_pre_hook(biased, with_kwargs=True)
     assert misfit(model) == "llama gives its attention position_bias, which ours does not know"
+
+
+def test_a_layer_with_an_attention_of_its_own() -> None:
+    model = make("llama")
+    model.model.layers[1].self_attn.config = copy.deepcopy(model.config)
+    assert misfit(model) == "1 of 2 layers of llama ignore our attention"
 
 
 @pytest.mark.parametrize(

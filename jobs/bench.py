@@ -60,6 +60,11 @@ def generate(
         quiet_libraries()
         from pipeline.benchmark.generate import Settings, measure
         from pipeline.benchmark.report import show
+        from pipeline.benchmark.results import Results
+
+        def save(results: Results) -> None:
+            if json_ is not None:  # after every run, lest a long benchmark is cut short
+                json_.write_text(json.dumps(results.to_json(), indent=1, default=str))
 
         settings = Settings(
             model=model,
@@ -83,10 +88,7 @@ def generate(
             baselines=_words(baselines),
             breakdown=breakdown,
         )
-        results, breakdowns = measure(settings)
-        if json_ is not None:
-            json_.write_text(json.dumps(results, indent=1, default=str), encoding="utf-8")
-        show(results, breakdowns)
+        show(measure(settings, save))
 
 
 @app.command()

@@ -5,7 +5,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from torch.autograd.profiler_util import FunctionEvent
@@ -52,9 +52,6 @@ class Breakdown:
     other_ops_ms: float
     host_ms: float
     top_ops_ms: dict[str, float]
-
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 class _MarkedDrafter(Drafter):

@@ -8,12 +8,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any, get_args
 
-from pipeline.benchmark.breakdown import Breakdown, break_down
+from pipeline.benchmark.breakdown import break_down
 from pipeline.benchmark.engines import EngineContender, EngineSetup
 from pipeline.benchmark.machine import describe_machine
 from pipeline.benchmark.models import Models
 from pipeline.benchmark.peer import Peer, PeerContender, PeerError
-from pipeline.benchmark.runs import Agreement, Contender, Run, compare, medians, speedup
+from pipeline.benchmark.results import REFERENCE, Results
+from pipeline.benchmark.runs import Contender
 from pipeline.benchmark.stock import StockContender
 from pipeline.benchmark.workload import FEW_SHOT_HEAD, Workload, load_workload
 from pipeline.decoding.loading import set_threads
@@ -22,7 +23,6 @@ from pipeline.sections import Method
 
 logger = logging.getLogger(__name__)
 
-REFERENCE = "hf/plain/1"  # whose tokens are the right ones
 _STOCK_LOOKUP = 10
 
 
@@ -52,8 +52,11 @@ class Settings:
     breakdown: bool = True
 
 
-def measure(settings: Settings) -> tuple[dict[str, Any], list[Breakdown]]:
-    """Run everything; results as they go into the file, and the breakdowns of the steps.
+def measure(settings: Settings, save: Callable[[Results], None]) -> Results:
+    """Run everything.
+
+    Args:
+        save: called after every run with what there is by then.
 
     Raises:
         ConfigError: for options that make no sense.
@@ -72,21 +75,14 @@ def measure(settings: Settings) -> tuple[dict[str, Any], list[Breakdown]]:
         ignore_end=settings.ignore_eos,
     )
     contenders = [make() for make in selected(settings, models)]
-    prompts = workload.prompts
-    setups = [one.setup for one in contenders if isinstance(one, EngineContender)]
-    parts = [break_down(models, one, prompts) for one in setups] if settings.breakdown else []
-    runs, failures = take_turns(contenders, workload, settings.repeats)
-    baselines = _baselines(settings, list(runs))
-    results = {
-        "machine": machine,
-        "settings": {**asdict(settings), "dtype": models.dtype},
-        "workload": {"rows": len(prompts), "prompt_tokens": workload.num_prompt_tokens},
-        "baselines": baselines,
-        "contenders": [_entry(name, runs, baselines) for name in runs],
-        "failures": failures,
-        "breakdown": [part.to_json() for part in parts],
-    }
-    return results, parts
+    names = [contender.name for contender in contenders]
+    options = {**asdict(settings), "dtype": models.dtype}
+    results = Results(machine, options, workload, names, _baselines(settings, names))
+    for one in contenders if settings.breakdown else ():
+        if isinstance(one, EngineContender):
+            results.breakdowns.append(break_down(models, one.setup, workload.prompts))
+    take_turns(contenders, workload, settings.repeats, results, save)
+    return results
 
 
 def _check(settings: Settings) -> None:
@@ -181,57 +177,31 @@ def _peers(settings: Settings, models: Models) -> Makers:
 
 
 def take_turns(
-    contenders: Sequence[Contender], workload: Workload, repeats: int
-) -> tuple[dict[str, list[Run]], list[dict[str, str]]]:
-    """Runs of each contender by name, all of them once and then again; and failures of peers,
-    which cost the others nothing."""
-    runs: dict[str, list[Run]] = {contender.name: [] for contender in contenders}
-    failures: list[dict[str, str]] = []
+    contenders: Sequence[Contender],
+    workload: Workload,
+    repeats: int,
+    results: Results,
+    save: Callable[[Results], None],
+) -> None:
+    """Run all contenders once, and then again. A peer that fails costs the others nothing."""
     for repeat in range(repeats):
         for contender in contenders:
+            name = contender.name
             try:
                 run = contender.run(workload)
             except PeerError as error:
                 logger.warning("%s", error)
-                failures.append({"name": contender.name, "error": str(error)})
-                continue
-            runs[contender.name].append(run)
-            rate = run.num_tokens / run.total_seconds
-            message = "%s, %d of %d: %.2f s, %.1f tokens/s"
-            logger.info(message, contender.name, repeat + 1, repeats, run.total_seconds, rate)
-    return runs, failures
+                results.failures.append({"name": name, "error": str(error)})
+            else:
+                results.runs[name].append(run)
+                rate = run.num_tokens / run.total_seconds
+                message = "%s, %d of %d: %.2f s, %.1f tokens/s"
+                logger.info(message, name, repeat + 1, repeats, run.total_seconds, rate)
+            save(results)
 
 
 def _baselines(settings: Settings, names: Sequence[str]) -> list[str]:
-    """Those of the options that ran."""
+    """Those of the options that take part."""
     most = max(settings.slots)
     usual = (REFERENCE, f"draftmill/plain/{most}", f"vllm/plain/{most}")
     return [name for name in settings.baselines or usual if name in names]
-
-
-def _entry(name: str, runs: dict[str, list[Run]], baselines: Sequence[str]) -> dict[str, Any]:
-    own, reference = runs[name], runs.get(REFERENCE)
-    return {
-        "name": name,
-        "median": medians(own),
-        "speedup": {base: _speedups(own, runs[base]) for base in baselines},
-        "runs": [
-            {
-                **run.figures(),
-                "agreement": _agreement(run, reference[0]) if reference else None,
-            }
-            for run in own
-        ],
-    }
-
-
-def _speedups(own: Sequence[Run], base: Sequence[Run]) -> dict[str, float | None]:
-    return {
-        "total": speedup(own, base, "total_seconds"),
-        "decode": speedup(own, base, "decode_seconds"),
-    }
-
-
-def _agreement(run: Run, reference: Run) -> dict[str, Any]:
-    agreement: Agreement = compare(run.tokens, reference.tokens)
-    return asdict(agreement)

@@ -8,16 +8,17 @@ from rich.console import Console
 from rich.table import Table
 
 from pipeline.benchmark.breakdown import Breakdown
+from pipeline.benchmark.results import Results
 
 _WIDTH = 160  # where the output is no terminal
 
 
-def show(results: Mapping[str, Any], breakdowns: Sequence[Breakdown]) -> None:
+def show(results: Results) -> None:
     """Print the contenders' medians and the steps' breakdown."""
     console = Console(width=None if sys.stdout.isatty() else _WIDTH)
-    console.print(_contenders(results))
-    if breakdowns:
-        console.print(_steps(breakdowns))
+    console.print(_contenders(results.to_json()))
+    if results.breakdowns:
+        console.print(_steps(results.breakdowns))
 
 
 def _contenders(results: Mapping[str, Any]) -> Table:

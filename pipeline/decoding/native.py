@@ -24,9 +24,9 @@ from pipeline.decoding.steps import Span, Step
 logger = logging.getLogger(__name__)
 
 _SOURCE = Path(__file__).with_name("attend.c")
-# Sums may be taken in any order, which is what makes them fast. Never -ffast-math: a library that is
-# linked with it makes the whole process flush subnormal numbers to zero. OpenMP's symbols are
-# torch's: a second runtime would compete with it for the cores.
+# Sums may be taken in any order, which is what makes them fast. Never -ffast-math: a library linked
+# with it makes the whole process flush subnormal numbers to zero. OpenMP's symbols are torch's: a
+# second runtime would compete with it for the cores.
 _FLAGS = (
     *("-O3", "-march=native", "-fopenmp", "-shared", "-fPIC"),
     *("-fassociative-math", "-fno-signed-zeros", "-fno-trapping-math", "-fno-math-errno"),

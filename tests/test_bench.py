@@ -2,8 +2,11 @@
 on a machine that is busy with other tests it means nothing."""
 
 import json
+import os
 import shutil
+import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +15,7 @@ import torch
 from typer.testing import CliRunner
 
 from jobs.bench import app
+from pipeline.benchmark.machine import OthersCpu
 from pipeline.benchmark.runs import Run, compare, medians, speedup
 from pipeline.benchmark.workload import render, shared_head
 from tests.tiny import TEXT
@@ -114,6 +118,7 @@ def check_run(name: str, run: dict[str, Any]) -> None:
     assert run["prefill_seconds"] > 0
     assert run["decode_seconds"] > 0
     assert run["prefill_seconds"] + run["decode_seconds"] == pytest.approx(run["total_seconds"])
+    assert 0 <= run["others_cpu"] <= 1
     if "/plain/" in name:
         assert run["target_passes"] == run["tokens"]
         assert run["acceptance"] is None
@@ -219,6 +224,16 @@ def test_wrong_options_are_named(tiny_model_dir, prompts, words, named):
     done = run("generate", "--model", tiny_model_dir, "--prompts", prompts, *words)
     assert done.exit_code == 2
     assert named in done.stderr
+
+
+def test_others_cpu_is_what_other_processes_use():
+    spin = "import time\nend = time.time() + 60\nwhile time.time() < end: pass"
+    others = OthersCpu()
+    with subprocess.Popen([sys.executable, "-c", spin]) as other:
+        time.sleep(1)
+        share = others.share()
+        other.kill()
+    assert share > 0.3 / os.cpu_count()
 
 
 def test_compare_finds_the_first_difference():

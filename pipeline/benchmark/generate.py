@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from fnmatch import fnmatchcase
 from functools import partial
 from pathlib import Path
@@ -10,7 +10,7 @@ from typing import Any, get_args
 
 from pipeline.benchmark.breakdown import break_down
 from pipeline.benchmark.engines import EngineContender, EngineSetup
-from pipeline.benchmark.machine import describe_machine
+from pipeline.benchmark.machine import OthersCpu, describe_machine
 from pipeline.benchmark.models import Models
 from pipeline.benchmark.peer import Peer, PeerContender, PeerError
 from pipeline.benchmark.results import REFERENCE, Results
@@ -186,17 +186,18 @@ def take_turns(
     """Run all contenders once, and then again. A peer that fails costs the others nothing."""
     for repeat in range(repeats):
         for contender in contenders:
-            name = contender.name
+            name, others = contender.name, OthersCpu()
             try:
-                run = contender.run(workload)
+                run = replace(contender.run(workload), others_cpu=others.share())
             except PeerError as error:
                 logger.warning("%s", error)
                 results.failures.append({"name": name, "error": str(error)})
             else:
                 results.runs[name].append(run)
                 rate = run.num_tokens / run.total_seconds
-                message = "%s, %d of %d: %.2f s, %.1f tokens/s"
-                logger.info(message, name, repeat + 1, repeats, run.total_seconds, rate)
+                message = "%s, %d of %d: %.2f s, %.1f tokens/s, others used %.0f %% of the CPUs"
+                figures = (run.total_seconds, rate, 100 * run.others_cpu)
+                logger.info(message, name, repeat + 1, repeats, *figures)
             save(results)
 
 

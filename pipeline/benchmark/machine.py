@@ -6,8 +6,11 @@ import platform
 import shlex
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 _PACKAGES = ("draftmill", "torch", "transformers")
 _CPU_FLAGS = ("avx2", "avx512f", "avx512_bf16", "amx_bf16")
@@ -31,6 +34,32 @@ def describe_machine(threads: int, peer_python: Path | None = None) -> dict[str,
         "versions": versions,
         "command": shlex.join(sys.argv),
     }
+
+
+class OthersCpu:
+    """How much of the machine others use from here on: a figure measured meanwhile is worth as
+    much less. Counts this process and its ended children as own, stolen time as others'."""
+
+    def __init__(self) -> None:
+        self._started, self._busy, self._own = time.perf_counter(), _busy(), _own()
+
+    def share(self) -> float:
+        """Mean share of all cores, 0 to 1."""
+        seconds = (time.perf_counter() - self._started) * (os.cpu_count() or 1)
+        others = (_busy() - self._busy) - (_own() - self._own)
+        return min(1.0, max(0.0, others / seconds))
+
+
+def _busy() -> float:
+    """CPU seconds that all cores have spent on anything."""
+    times: dict[str, float] = psutil.cpu_times()._asdict()
+    not_work = ("idle", "iowait", "guest", "guest_nice")  # guests' is in the users' time already
+    return sum(seconds for name, seconds in times.items() if name not in not_work)
+
+
+def _own() -> float:
+    """CPU seconds of this process and of the children that it waited for."""
+    return sum(os.times()[:4])
 
 
 def _cpu() -> tuple[str, set[str]]:

@@ -10,7 +10,7 @@ from rich.table import Table
 from pipeline.benchmark.breakdown import Breakdown
 from pipeline.benchmark.results import Results
 
-_WIDTH = 160  # where the output is no terminal
+_WIDTH = 190  # where the output is no terminal
 
 
 def show(results: Results) -> None:
@@ -31,8 +31,8 @@ def _contenders(results: Mapping[str, Any]) -> Table:
     )
     table = Table(title=title)
     table.add_column("contender", no_wrap=True)
-    heads = ("total s", "prefill s", "decode s", "tokens", "tokens/s", "acceptance", "tokens/pass")
-    for head in (*heads, *map(_against, baselines), "rows equal"):
+    heads = ("total s", "prefill s", "decode s", "tokens", "tokens/s", "accepted", "per pass")
+    for head in (*heads, *map(_against, baselines), "rows equal", "others'\nCPU %"):
         table.add_column(head, justify="right")
     for entry in results["contenders"]:
         table.add_row(entry["name"], *_cells(entry, baselines))
@@ -58,7 +58,8 @@ def _cells(entry: Mapping[str, Any], baselines: Sequence[str]) -> list[str]:
         _number(median["acceptance"], 3),
         _number(median["tokens_per_target_pass"], 2),
         *(_speedup(entry["speedup"].get(name)) for name in baselines),
-        _agreement(entry["runs"][0].get("agreement")),
+        _agreement(entry["runs"][0]["agreement"]),
+        _number(100 * median["others_cpu"], 0),
     ]
 
 

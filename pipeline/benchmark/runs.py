@@ -14,7 +14,8 @@ class Run:
 
     `tokens`: per row the ids generated, its end token included. Seconds are wall time, of all rows
     together; `prefill_seconds` last to the rows' first tokens, and `decode_seconds` are all the
-    rest. `target_passes`, summed over rows: passes that yielded tokens of the row.
+    rest. `target_passes`, summed over rows: passes that yielded tokens of the row. `others_cpu`:
+    share of all cores that other processes used meanwhile.
     """
 
     tokens: Sequence[Sequence[int]]
@@ -24,6 +25,7 @@ class Run:
     target_passes: int | None = None
     draft_tokens: int | None = None
     accepted_draft_tokens: int | None = None
+    others_cpu: float = 0.0
 
     @property
     def decode_seconds(self) -> float | None:
@@ -50,6 +52,7 @@ class Run:
             "draft_tokens": drafted,
             "accepted_draft_tokens": self.accepted_draft_tokens,
             "acceptance": (self.accepted_draft_tokens or 0) / drafted if drafted else None,
+            "others_cpu": self.others_cpu,
         }
 
 

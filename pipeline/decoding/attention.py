@@ -102,7 +102,8 @@ def _by_groups(
         result = attend(q, k, v, mask, fold)
         out[rows, :, :, : group.width] = result.view(len(q), kv_heads, fold, group.width, -1)
     out = out.permute(0, 3, 1, 2, 4).reshape(len(step.spans), width, heads, -1)
-    return out.flatten(0, 1) if step.is_even else out[step.span_indices, step.columns]
+    out = out.flatten(0, 1) if step.is_even else out[step.span_indices, step.columns]
+    return out.contiguous()
 
 
 def _prefill(

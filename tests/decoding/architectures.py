@@ -70,6 +70,10 @@ FITTING: dict[str, dict[str, Any]] = {
     "smollm3": _GROUPED | {"no_rope_layers": [1, 0]},
     "deepseek_v3": _DEEPSEEK_EXPERTS | _LATENT,
     "glm4_moe": _HEAD | _DEEPSEEK_EXPERTS,
+    "afmoe": _HEAD
+    | _SLIDING
+    | _EXPERTS
+    | {"num_experts": 4},  # takes views of what attention gives
     "gpt_oss": _HEAD | _SLIDING | {"num_local_experts": 4, "num_experts_per_tok": 2},
 }
 

@@ -73,7 +73,7 @@ def assert_same(
     ids = torch.tensor([prompt + list(expected[:at])])
     logits = model(ids).logits[0, -1]
     gap = float(logits[expected[at]] - logits[found[at]])
-    assert gap < NEAR_TIE, f"token {at}: {found[at]} for {expected[at]}, a gap of {gap:.2g}"
+    assert abs(gap) < NEAR_TIE, f"token {at}: {found[at]} for {expected[at]}, a gap of {gap:.2g}"
 
 
 @pytest.mark.parametrize("model_type", FITTING)

@@ -55,15 +55,21 @@ def start_ray() -> bool:
         logging.getLogger(talkative).setLevel(logging.ERROR)
     if ray.is_initialized():
         return False
-    for name, value in _RAY_SETTINGS.items():  # for a cluster that starts here
-        os.environ.setdefault(name, value)
+    # Only the address that we are told: Ray would also try, for minutes, the last cluster that ran
+    # on this host, dead or alive.
+    address = os.environ.get("RAY_ADDRESS", "local")
+    runtime_env = {"env_vars": _WORKER_ENVIRONMENT}
+    if address == "local":
+        # Workers inherit it. With a runtime environment they would be started beside those that
+        # Ray keeps ready, and each of these costs a hundredth of a core for nothing.
+        for name, value in (_RAY_SETTINGS | _WORKER_ENVIRONMENT).items():
+            os.environ.setdefault(name, value)
+        runtime_env = {}
     ray.init(
-        # Only the address that we are told: Ray would also try, for minutes, the last cluster that
-        # ran on this host, dead or alive.
-        address=os.environ.get("RAY_ADDRESS", "local"),
+        address=address,
         include_dashboard=False,
         logging_level=logging.WARNING,
-        runtime_env={"env_vars": _WORKER_ENVIRONMENT},
+        runtime_env=runtime_env,
     )
     return True
 

@@ -32,6 +32,13 @@ Task = Literal["summarize", "translate"]
 DEFAULT_TEXT_COLUMN: Mapping[str, str] = {"summarize": "summary", "translate": "translation"}
 
 
+DRAFTER_OF = {
+    "draft_model": "a smaller model with the target's tokenizer",
+    "mtp_drafter": "the target's own assistant, which attends to its K and V",
+    "universal": "a smaller model, of whatever tokenizer",
+}
+
+
 class RunConfig(Section):
     """A complete run. `task` is set by the job that loads the file."""
 
@@ -55,17 +62,17 @@ class RunConfig(Section):
         return self
 
     @model_validator(mode="after")
-    def _draft_model_can_draft(self) -> "RunConfig":
-        if self.decoding.method != "draft_model":
-            return self
-        if self.model.drafter is None:
+    def _method_can_draft(self) -> "RunConfig":
+        method = self.decoding.method
+        kind = DRAFTER_OF.get(method)
+        if kind is not None and self.model.drafter is None:
             raise ValueError(
-                "model.drafter: draft_model needs it; name a smaller model with the target's "
-                "tokenizer, or use decoding.method=prompt_lookup"
+                f"model.drafter: {method} needs it; name {kind}, or use "
+                "decoding.method=prompt_lookup"
             )
-        if self.decoding.engine == "transformers":
+        if self.decoding.engine == "transformers" and method not in ("plain", "prompt_lookup"):
             raise ValueError(
-                "decoding.engine: transformers does not draft with draft_model; use engine: batched"
+                f"decoding.engine: transformers does not draft with {method}; use engine: batched"
             )
         return self
 

@@ -69,6 +69,7 @@ class GenerationStats:
     num_spec_steps: int = 0
     num_draft_tokens: int = 0
     num_accepted_draft_tokens: int = 0
+    num_lossy_draft_tokens: int = 0  # accepted ones that the target alone would have rejected
     prefill_seconds: float = 0.0
     decode_seconds: float = 0.0
     plain_decode_seconds: float | None = None
@@ -134,6 +135,7 @@ RESULT_FIELDS = [
     pa.field("num_spec_steps", pa.int64()),
     pa.field("num_draft_tokens", pa.int64()),
     pa.field("num_accepted_draft_tokens", pa.int64()),
+    pa.field("num_lossy_draft_tokens", pa.int64()),
     pa.field("draft_acceptance_rate", pa.float64()),
     pa.field("prefill_seconds", pa.float64()),
     pa.field("decode_seconds", pa.float64()),

@@ -4,11 +4,14 @@ Every field's description is the config reference. A validator's message names t
 puts the key before it.
 """
 
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
-Method = Literal["plain", "prompt_lookup", "draft_model"]
+Method = Literal[
+    "plain", "prompt_lookup", "draft_model", "early_exit", "mtp", "mtp_drafter", "universal"
+]
+_PROBABILISTIC = ("draft_model", "early_exit", "mtp", "mtp_drafter")
 
 
 class Section(BaseModel):
@@ -124,8 +127,23 @@ class DecodingConfig(Section):
         0.4,
         ge=0,
         le=1,
-        description="A draft of `draft_model` ends with the first token that the draft model finds "
-        "less probable than this; 0: never.",
+        description="A draft ends with the first token that the drafter's model finds less "
+        "probable than this; 0: never. Without effect on `prompt_lookup` and under "
+        "`ensemble_weight`.",
+    )
+    exit_layer: int | None = Field(
+        None,
+        ge=1,
+        description="Layers of the target that `early_exit` drafts with, fewer than it has; models "
+        "must be trained for it.",
+    )
+    ensemble_weight: float | None = Field(
+        None,
+        gt=0,
+        lt=1,
+        description="Accept more drafts at the price of other text: verify by `w * target + "
+        "(1 - w) * drafter`, 0.7 is a good start. Unset: output is the target's own, exactly. For "
+        "methods with probabilities: draft_model, early_exit, mtp, mtp_drafter.",
     )
     prompt_lookup_min: int = Field(
         2, ge=1, description="Tokens that must match before `prompt_lookup` drafts, at least."
@@ -153,12 +171,28 @@ class DecodingConfig(Section):
     @field_validator("method", mode="before")
     @classmethod
     def _known_but_absent(cls, value: Any) -> Any:
-        planned = ("early_exit", "mtp", "mtp_drafter", "universal", "auto")
-        if value in planned:
-            raise ValueError(
-                f"{value} is not available yet; use plain, prompt_lookup or draft_model"
-            )
+        if value == "auto":
+            known = ", ".join(get_args(Method))
+            raise ValueError(f"auto is not available yet; choose of {known}")
         return value
+
+    @model_validator(mode="after")
+    def _exit_layer_given(self) -> "DecodingConfig":
+        if self.method == "early_exit" and self.exit_layer is None:
+            raise ValueError(
+                "exit_layer: early_exit needs it; give the number of layers to draft with, such as "
+                "a quarter of the model's"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _ensemble_has_probabilities(self) -> "DecodingConfig":
+        if self.ensemble_weight is not None and self.method not in _PROBABILISTIC:
+            raise ValueError(
+                f"ensemble_weight: {self.method} drafts have no probabilities; unset it, or choose "
+                f"a method of {', '.join(_PROBABILISTIC)}"
+            )
+        return self
 
     @model_validator(mode="after")
     def _lookup_sizes(self) -> "DecodingConfig":

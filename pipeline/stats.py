@@ -24,6 +24,7 @@ class RunTotals:
     num_spec_steps: int = 0
     num_draft_tokens: int = 0
     num_accepted_draft_tokens: int = 0
+    num_lossy_draft_tokens: int = 0
     num_control_steps: int = 0
     prefill_seconds: float = 0.0
     decode_seconds: float = 0.0

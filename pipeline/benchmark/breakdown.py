@@ -54,31 +54,16 @@ class Breakdown:
     top_ops_ms: dict[str, float]
 
 
-class _MarkedDrafter(Drafter):
-    """A drafter whose operators the profiler can tell from the target's."""
+def _marked_drafter(drafter: Drafter) -> Drafter:
+    """The same drafter, whose operators the profiler can tell from the target's from now on."""
+    propose = drafter.propose
 
-    def __init__(self, inner: Drafter) -> None:
-        self._inner = inner
-        self.seconds = 0.0
-
-    def propose(self, rows: Sequence[DraftRow], limits: Sequence[int]) -> list[list[int]]:
-        started = time.perf_counter()
+    def marked(rows: Sequence[DraftRow], limits: Sequence[int]) -> list[list[int]]:
         with record_function(_DRAFT):
-            drafts = self._inner.propose(rows, limits)
-        self.seconds += time.perf_counter() - started
-        return drafts
+            return propose(rows, limits)
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._inner, name)
-
-    def observe(self, row: DraftRow, num_drafted: int, num_accepted: int) -> None:
-        self._inner.observe(row, num_drafted, num_accepted)
-
-    def release(self, row: DraftRow) -> None:
-        self._inner.release(row)
-
-    def resize(self, num_slots: int, max_len: int) -> None:
-        self._inner.resize(num_slots, max_len)
+    drafter.propose = marked  # type: ignore[method-assign]
+    return drafter
 
 
 def break_down(models: Models, setup: EngineSetup, prompts: Sequence[Sequence[int]]) -> Breakdown:
@@ -87,7 +72,7 @@ def break_down(models: Models, setup: EngineSetup, prompts: Sequence[Sequence[in
     settling = _SETTLING[setup.method != "plain"]
     new_tokens = (2 + settling + 2 * STEPS) * (1 + setup.draft_length)  # none ends before
     length = max(map(len, rows)) + new_tokens
-    engine = make_engine(models, setup, max_model_len=length, wrap=_MarkedDrafter)
+    engine = make_engine(models, setup, max_model_len=length, wrap=_marked_drafter)
     warm_up(engine, rows[0][:64])
     add_rows(engine, rows, params(new_tokens, ignore_end=True))
     while engine.times.decode_steps < settling:

@@ -12,27 +12,28 @@ from pipeline.decoding.batched import BatchedEngine
 from pipeline.decoding.build import STEP_TOKENS
 from pipeline.decoding.checkpoint import estimate_memory
 from pipeline.decoding.drafters.base import Drafter
-from pipeline.decoding.drafters.draft_model import DraftModelDrafter
-from pipeline.decoding.drafters.prompt_lookup import PromptLookupDrafter
-from pipeline.decoding.loading import end_tokens
+from pipeline.decoding.drafters.make import make_drafter
 from pipeline.decoding.memory import SlotBudget
 from pipeline.decoding.rows import Row
 from pipeline.decoding.timing import StepTimes
-from pipeline.errors import ConfigError, EngineError
+from pipeline.errors import EngineError
 from pipeline.records import GenerationRequest, SamplingParams
-from pipeline.sections import Method
+from pipeline.sections import DecodingConfig, Method
 
 _WARM_UP_TOKENS = 4
-_DRAFT_CONFIDENCE = 0.4  # below which a draft ends, as in transformers
+_DRAFT_CONFIDENCE = 0.4  # as in transformers
 
 
 @dataclass(frozen=True)
 class EngineSetup:
-    """An engine to be measured. `draft_length`: tokens per draft at most, 0 for plain."""
+    """An engine to be measured. `draft_length`: tokens per draft at most, 0 for plain. The others
+    are `decoding.exit_layer` and `draft_confidence`."""
 
     method: Method
     slots: int
     draft_length: int = 0
+    exit_layer: int | None = None
+    confidence: float = _DRAFT_CONFIDENCE
 
     @property
     def label(self) -> str:
@@ -67,7 +68,7 @@ def make_engine(
         prefix: token ids that prompts begin with.
         wrap: what to make of the drafter.
     """
-    drafter = make_drafter(models, setup, prefix)
+    drafter = drafter_of(models, setup, prefix)
     dtype = str(models.target.dtype).removeprefix("torch.")
     token_bytes = estimate_memory(models.config, dtype, None).kv_bytes_per_token
     kv_bytes = token_bytes * max_model_len * (setup.slots + 1)
@@ -85,26 +86,25 @@ def make_engine(
     )
 
 
-def make_drafter(models: Models, setup: EngineSetup, prefix: Sequence[int]) -> Drafter | None:
-    """What drafts by the setup's method; a new method is wired here.
+def drafter_of(models: Models, setup: EngineSetup, prefix: Sequence[int]) -> Drafter | None:
+    """What drafts by the setup's method.
 
     Raises:
-        ConfigError: if this version has no such drafter, or it lacks its model.
+        ConfigError: if it lacks its model.
     """
-    if setup.method == "plain":
-        return None
-    if setup.method == "prompt_lookup":
-        return PromptLookupDrafter()
-    if setup.method == "draft_model":
-        return DraftModelDrafter(
-            models.drafter,
-            vocab_size=models.target.config.get_text_config().vocab_size,
-            step_tokens=STEP_TOKENS["cpu"],
-            confidence=_DRAFT_CONFIDENCE,
-            end_tokens=end_tokens(models.target.generation_config.eos_token_id),
-            prefix_token_ids=prefix,
-        )
-    raise ConfigError("--methods", f"{setup.method} is not available yet; leave it out")
+    decoding = DecodingConfig(
+        method=setup.method,
+        num_draft_tokens=max(1, setup.draft_length),
+        exit_layer=setup.exit_layer,
+        draft_confidence=setup.confidence,
+    )
+    return make_drafter(
+        decoding,
+        models.target,
+        models.drafter_files,
+        step_tokens=STEP_TOKENS["cpu"],
+        prefix_token_ids=list(prefix),
+    )
 
 
 class EngineContender:

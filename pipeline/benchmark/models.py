@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.decoding.checkpoint import materialize, read_config, resolve
+from pipeline.decoding.drafters.make import DrafterFiles
 from pipeline.decoding.loading import load_model, load_tokenizer, resolve_dtype
 from pipeline.decoding.packing import pack_linears
 from pipeline.errors import ConfigError
@@ -49,14 +50,36 @@ class Models:
         return _packed(self._load_drafter())
 
     @property
+    def drafter_files(self) -> "_Files":
+        return _Files(self)
+
+    @property
     def config(self) -> dict[str, Any]:
         """The target's config.json."""
         return read_config(resolve(str(self.folder)))
 
-    def _load_drafter(self) -> Any:
+    @property
+    def checked_drafter_folder(self) -> Path:
+        """Raises ConfigError if no drafter was named."""
         if self.drafter_folder is None:
-            raise ConfigError("--drafter", "draft_model needs one; name a smaller model")
-        return load_model(self.drafter_folder, self.dtype, "cpu", key="--drafter")
+            raise ConfigError("--drafter", "the method needs one; name a model")
+        return self.drafter_folder
+
+    def _load_drafter(self) -> Any:
+        return load_model(self.checked_drafter_folder, self.dtype, "cpu", key="--drafter")
+
+
+class _Files(DrafterFiles):
+    """The drafter of the benchmark, for `make_drafter`."""
+
+    def __init__(self, models: Models) -> None:
+        self._models = models
+
+    def model(self) -> Any:
+        return self._models.drafter
+
+    def tokenizer(self) -> Any:
+        return load_tokenizer(self._models.checked_drafter_folder, key="--drafter")
 
 
 def _packed(model: Any) -> Any:

@@ -10,23 +10,26 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+from torch import Tensor
+
 from pipeline.config import Method
+from pipeline.decoding.admission import Admission
 from pipeline.decoding.cache import SlotCache
-from pipeline.decoding.choosing import Chooser, Position, choice_error, validate_params
-from pipeline.decoding.control import ControlClock, bucket_of
+from pipeline.decoding.choosing import Chooser, Position, choice_error
+from pipeline.decoding.control import Bucket, ControlClock, bucket_of
 from pipeline.decoding.drafters.base import Drafter
+from pipeline.decoding.drafters.drafting import ModelDrafter
+from pipeline.decoding.ensemble import Ensemble
 from pipeline.decoding.faults import check_device, is_out_of_memory, release_memory
-from pipeline.decoding.loading import end_tokens, neutralize
+from pipeline.decoding.loading import neutralize
 from pipeline.decoding.memory import SlotBudget
 from pipeline.decoding.prefix import SharedPrefix
 from pipeline.decoding.rows import Row, failed
 from pipeline.decoding.runner import ModelRunner
-from pipeline.decoding.sampling import noise_key
 from pipeline.decoding.scheduler import Chunk, Scheduler
 from pipeline.decoding.steps import Span, Step
-from pipeline.decoding.stopping import RowEnd, StopStrings
 from pipeline.decoding.timing import StepTimes
-from pipeline.decoding.verification import accept
+from pipeline.decoding.verification import Verified, verify
 from pipeline.errors import RowError
 from pipeline.records import Completion, GenerationRequest, SamplingParams
 
@@ -46,6 +49,8 @@ class BatchedEngine:
         step_tokens: prompt tokens per prefill pass at most.
         drafter: None decodes plainly.
         num_draft_tokens: per row and verification at most.
+        ensemble_weight: of the target in ensemble verification (see `ensemble`), for a drafter that
+            has probabilities; None: lossless.
         prefix_token_ids: what prompts begin with, if they have it in common: computed once.
     """
 
@@ -61,16 +66,13 @@ class BatchedEngine:
         method: Method = "plain",
         drafter: Drafter | None = None,
         num_draft_tokens: int = 0,
+        ensemble_weight: float | None = None,
         prefix_token_ids: Sequence[int] = (),
     ) -> None:
         neutralize(model)
-        self._sampling = sampling
+        self._admission = Admission(model, tokenizer, sampling, max_model_len)
         self._max_model_len = max_model_len
-        self._vocab_size: int = model.config.get_text_config().vocab_size
-        self._tokenizer = tokenizer
-        self._end_tokens = tuple(end_tokens(model.generation_config.eos_token_id))
-        self._stops: dict[tuple[str, ...], StopStrings] = {}
-        self._chooser = Chooser(self._vocab_size)
+        self._chooser = Chooser(model.config.get_text_config().vocab_size)
         self._prefix = SharedPrefix(prefix_token_ids)
         self._budget = budget
         self._runner = ModelRunner(model, SlotCache(0, 0))  # made when the first rows are known
@@ -79,6 +81,14 @@ class BatchedEngine:
         self._drafter = drafter
         self._num_draft_tokens = num_draft_tokens
         self._clock = ControlClock()
+        self._ensemble: Ensemble | None = None
+        if drafter is not None:
+            drafter.attach(self._runner)
+            self._runner.keeps_hidden = drafter.wants_hidden
+        if ensemble_weight is not None:
+            assert isinstance(drafter, ModelDrafter)
+            drafter.keep_logits()
+            self._ensemble = Ensemble(ensemble_weight, self._chooser)
         self._failed: list[Completion] = []
         self.times = StepTimes()
 
@@ -130,7 +140,7 @@ class BatchedEngine:
         spans = [Span(c.row.slot, c.start, c.row.tokens[c.start : c.stop]) for c in chunks]
         step = Step(spans, decoding=False, device=self._runner.device)
         ready = [chunk.row for chunk in chunks if chunk.ends_prompt]
-        logits = self._runner.forward(step, [step.last_index(row.slot) for row in ready])
+        logits = self._forward(step, [step.last_index(row.slot) for row in ready])
         chosen = self._chooser.choose(logits, [_position(row) for row in ready]) if ready else []
         seconds = time.perf_counter() - started
         self.times.prefill(seconds, step.num_tokens)
@@ -138,7 +148,7 @@ class BatchedEngine:
             chunk.row.num_cached = chunk.stop
             chunk.row.prefilling = not chunk.ends_prompt
             chunk.row.record_prefill(seconds * (chunk.stop - chunk.start) / step.num_tokens)
-        return self._commit(ready, [[]] * len(ready), [[choice] for choice in chosen])
+        return self._commit(ready, [[]] * len(ready), [verify([], [choice]) for choice in chosen])
 
     def _reuse_prefix(self, row: Row) -> None:
         """Start the row behind what it shares with others, computing that first if need be."""
@@ -149,12 +159,14 @@ class BatchedEngine:
             started = time.perf_counter()
             span = Span(self._prefix_slot, 0, self._prefix.token_ids)
             step = Step([span], decoding=False, device=self._runner.device)
-            self._runner.forward(step, [])
+            self._forward(step, [])
             self._prefix.is_cached = True
             seconds = time.perf_counter() - started
             self.times.prefill(seconds, step.num_tokens)
             row.record_prefill(seconds)
         self.cache.copy_prefix(self._prefix_slot, row.slot, length)
+        if self._drafter is not None:
+            self._drafter.copy_prefix(self._prefix_slot, row.slot, length)
         row.num_cached = length
         row.stats.cached_prompt_tokens = length
 
@@ -162,14 +174,23 @@ class BatchedEngine:
     def _prefix_slot(self) -> int:
         return self._scheduler.num_slots  # one behind those of rows
 
+    def _forward(self, step: Step, keep: Sequence[int]) -> Tensor:
+        """Run the step: logits `[len(keep), vocab]`."""
+        logits = self._runner.forward(step, keep)
+        if self._drafter is not None:
+            self._drafter.after_pass(step)
+        return logits
+
     # Decoding
 
     def _decode(self, rows: list[Row]) -> list[Completion]:
-        started = time.perf_counter()
         bucket = bucket_of(len(rows), sum(len(row.tokens) for row in rows) / len(rows))
-        drafts = self._propose(rows) if self._wants_drafts(bucket) else [[] for _ in rows]
+        drafts: list[list[int]] = [[] for _ in rows]
+        started = time.perf_counter()
+        if self._drafter is not None and not self._is_control(rows, bucket):
+            drafts = self._propose(rows)
         drafted = time.perf_counter()
-        step, choices = self._verify(rows, drafts)
+        step, verified = self._verify(rows, drafts)
         seconds = time.perf_counter() - drafted
         num_drafted = sum(map(len, drafts))
         draft_seconds = drafted - started if self._drafter else 0.0
@@ -178,51 +199,73 @@ class BatchedEngine:
             self._clock.record_drafted()
         else:  # a futile search for drafts is no part of a plain step
             self._clock.record_control(bucket, seconds, len(rows))
-        for row, draft, chosen in zip(rows, drafts, choices, strict=True):
+        for row, draft, one in zip(rows, drafts, verified, strict=True):
             share = seconds * (1 + len(draft)) / step.num_tokens
             own_draft = draft_seconds * (len(draft) / num_drafted if num_drafted else 1 / len(rows))
-            accepted, _ = accept(draft, chosen)
-            row.record_decode(bucket, accepted + 1, share + own_draft, own_draft)
+            row.record_decode(bucket, one.num_accepted + 1, share + own_draft, own_draft)
             if not num_drafted:
                 row.record_control(bucket, share)
-        return self._commit(rows, drafts, choices)
+        return self._commit(rows, drafts, verified)
 
-    def _wants_drafts(self, bucket: Any) -> bool:
-        return self._drafter is not None and not self._clock.wants_control(bucket)
+    def _is_control(self, rows: list[Row], bucket: Bucket) -> bool:
+        """Whether to do without drafts, so that the cost of that is known."""
+        if not self._clock.wants_control(bucket):
+            return False
+        if self._ensemble is None:
+            return True
+        # Where drafts begin bears on the text, so they may not be left out: a pass besides.
+        started = time.perf_counter()
+        self._verify(rows, [[] for _ in rows])
+        seconds = time.perf_counter() - started
+        self.times.decode(seconds, 0.0, len(rows), len(rows))
+        self._clock.record_control(bucket, seconds, len(rows))
+        for row in rows:
+            row.record_decode(bucket, 0, seconds / len(rows), 0.0)
+            row.record_control(bucket, seconds / len(rows))
+        return False
 
     def _propose(self, rows: list[Row]) -> list[list[int]]:
         assert self._drafter is not None
         limits = [min(self._num_draft_tokens, row.max_draft_tokens) for row in rows]
         return self._drafter.propose(rows, limits)
 
-    def _verify(self, rows: list[Row], drafts: list[list[int]]) -> tuple[Step, list[list[int]]]:
-        """One pass over each row's last token and its draft; the choice after each of them."""
+    def _verify(self, rows: list[Row], drafts: list[list[int]]) -> tuple[Step, list[Verified]]:
+        """One pass over each row's last token and its draft."""
         spans = [
             Span(row.slot, row.num_cached, [row.tokens[-1], *draft])
             for row, draft in zip(rows, drafts, strict=True)
         ]
         step = Step(spans, decoding=True, device=self._runner.device)
-        logits = self._runner.forward(step, range(step.num_tokens))
+        logits = self._forward(step, range(step.num_tokens))
         positions = [
             _position(row, draft[:j])
             for row, draft in zip(rows, drafts, strict=True)
             for j in range(len(draft) + 1)
         ]
-        chosen = self._chooser.choose(logits, positions)
-        return step, [chosen[a:b] for a, b in zip(step.offsets, step.offsets[1:], strict=False)]
+        targets = choices = self._chooser.choose(logits, positions)
+        if self._ensemble is not None and any(drafts):
+            assert isinstance(self._drafter, ModelDrafter)
+            drafted = self._drafter.draft_logits()
+            choices = self._ensemble.choose_drafted(logits, drafted, positions, targets, drafts)
+        bounds = list(zip(step.offsets, step.offsets[1:], strict=False))
+        verified = [
+            verify(draft, choices[a:b], targets[a:b])
+            for draft, (a, b) in zip(drafts, bounds, strict=True)
+        ]
+        return step, verified
 
     def _commit(
-        self, rows: list[Row], drafts: list[list[int]], choices: list[list[int]]
+        self, rows: list[Row], drafts: list[list[int]], verified: list[Verified]
     ) -> list[Completion]:
         """Give each row what was accepted of its draft and the target's own choice after it."""
         completions = []
-        for row, draft, chosen in zip(rows, drafts, choices, strict=True):
-            num_accepted, tokens = accept(draft, chosen)
+        for row, draft, one in zip(rows, drafts, verified, strict=True):
+            tokens = one.tokens
             fault = choice_error(tokens.pop()) if tokens[-1] < 0 else None
-            over = bool(tokens) and row.add_tokens(tokens, len(draft), num_accepted)
+            over = bool(tokens) and row.add_tokens(tokens, len(draft), one.lossy)
             row.num_cached = len(row.tokens) - 1
             if draft and self._drafter is not None:
-                self._drafter.observe(row, len(draft), num_accepted)
+                self._drafter.observe(row, len(draft), one.num_accepted)
             if over:
                 self._release(row)
                 completions.append(row.complete(self._method, self._clock))
@@ -240,26 +283,7 @@ class BatchedEngine:
     # Rows and faults
 
     def _row(self, request: GenerationRequest) -> Row:
-        """Raises RowError for a request that makes no sense."""
-        prompt = request.prompt_token_ids
-        room = self._max_model_len - len(prompt)
-        if not len(prompt):
-            raise RowError("empty_prompt", "the prompt has no tokens")
-        if room < 1:
-            raise RowError(
-                "prompt_too_long",
-                f"the prompt has {len(prompt)} tokens; {self._max_model_len - 1} fit the model",
-            )
-        if min(prompt) < 0 or max(prompt) >= self._vocab_size:  # on a GPU it would end the process
-            raise RowError("bad_token", f"a token id is outside 0 to {self._vocab_size - 1}")
-        sampling = request.sampling or self._sampling
-        validate_params(sampling, self._vocab_size)
-        if sampling.stop not in self._stops:
-            self._stops[sampling.stop] = StopStrings(self._tokenizer, sampling.stop)
-        ends = self._end_tokens if sampling.end_tokens is None else sampling.end_tokens
-        budget = min(sampling.max_new_tokens, room)
-        end = RowEnd(self._stops[sampling.stop], frozenset(ends), budget)
-        return Row(request, sampling, noise_key(sampling.seed, request.row_key), end)
+        return self._admission.row(request)
 
     def _make_room(self) -> None:
         """See that the slots are long enough for whatever row is admitted next."""

@@ -8,11 +8,9 @@ from pipeline.config import RunConfig
 from pipeline.decoding.batched import BatchedEngine
 from pipeline.decoding.checkpoint import estimate_memory, materialize, read_config, resolve
 from pipeline.decoding.choosing import params_of
-from pipeline.decoding.drafters.base import Drafter
-from pipeline.decoding.drafters.draft_model import DraftModelDrafter, load_drafter
-from pipeline.decoding.drafters.prompt_lookup import PromptLookupDrafter
+from pipeline.decoding.drafters.make import DrafterCheckpoint, make_drafter
 from pipeline.decoding.engine import Engine
-from pipeline.decoding.loading import end_tokens, load_model, load_tokenizer, set_threads
+from pipeline.decoding.loading import load_model, load_tokenizer, set_threads
 from pipeline.decoding.memory import slot_budget
 from pipeline.decoding.packing import pack_linears
 from pipeline.decoding.prefix import template_prefix
@@ -93,11 +91,17 @@ def _batched(
     asked = config.resources.step_tokens
     step_tokens = STEP_TOKENS[device] if asked == "auto" else asked
     prefix = template_prefix(config, tokenizer)
-    drafter = _drafter(config, model, dtype, step_tokens, prefix)
-    drafter_bytes = drafter.bytes_per_token if isinstance(drafter, DraftModelDrafter) else 0
+    named = config.model.drafter
+    drafter = make_drafter(
+        config.decoding,
+        model,
+        DrafterCheckpoint(named, dtype, device) if named else None,
+        step_tokens=step_tokens,
+        prefix_token_ids=prefix,
+    )
     budget = slot_budget(
         config.resources.slots,
-        bytes_per_token=size.kv_bytes_per_token + drafter_bytes,
+        bytes_per_token=size.kv_bytes_per_token + (drafter.bytes_per_token if drafter else 0),
         device=device,
         actors_on_host=config.resources.num_actors,
         gpu_share=num_gpus or 1.0,
@@ -112,27 +116,6 @@ def _batched(
         method=config.decoding.method,
         drafter=drafter,
         num_draft_tokens=config.decoding.num_draft_tokens,
+        ensemble_weight=config.decoding.ensemble_weight,
         prefix_token_ids=prefix,
     )
-
-
-def _drafter(
-    config: RunConfig, model: Any, dtype: str, step_tokens: int, prefix: list[int]
-) -> Drafter | None:
-    """What drafts for the target `model`."""
-    decoding = config.decoding
-    if decoding.method == "draft_model":
-        assert config.model.drafter is not None
-        return load_drafter(
-            config.model.drafter,
-            dtype,
-            model.device.type,
-            vocab_size=model.config.get_text_config().vocab_size,
-            step_tokens=step_tokens,
-            confidence=decoding.draft_confidence,
-            end_tokens=end_tokens(model.generation_config.eos_token_id),
-            prefix_token_ids=prefix,
-        )
-    if decoding.method == "prompt_lookup":
-        return PromptLookupDrafter(decoding.prompt_lookup_max, decoding.prompt_lookup_min)
-    return None

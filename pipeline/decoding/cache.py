@@ -37,14 +37,18 @@ class SlotCache:
             Views `[step.num_slots, kv_heads, step.kv_len, head_dim]` of the layer.
         """
         step = active_step()
-        layer = self._layers.get(layer_idx)
-        if layer is None:
-            layer = self._layers[layer_idx] = (self._allocate(keys), self._allocate(values))
-        end = step.first_slot + step.num_slots
-        views = tuple(part[step.first_slot : end, :, : step.kv_len] for part in layer)
+        if layer_idx not in self._layers:
+            self._layers[layer_idx] = (self._allocate(keys), self._allocate(values))
+        views = self.views(layer_idx, step)
         for view, new in zip(views, (keys, values), strict=True):
             _write(view, new[0], step)
-        return views[0], views[1]
+        return views
+
+    def views(self, layer_idx: int, step: Step) -> tuple[torch.Tensor, torch.Tensor]:
+        """A layer's K and V as far as the step reads: see `update`."""
+        keys, values = self._layers[layer_idx]
+        slots = slice(step.first_slot, step.first_slot + step.num_slots)
+        return keys[slots, :, : step.kv_len], values[slots, :, : step.kv_len]
 
     @torch.inference_mode()
     def copy_prefix(self, source: int, target: int, length: int) -> None:
@@ -69,11 +73,8 @@ class SlotCache:
         return self.num_bytes // (self.num_slots * self.max_len)
 
     def _allocate(self, like: torch.Tensor) -> torch.Tensor:
-        # Zeroed: what no row has written yet is masked, but 0 * nan would not be 0.
-        shape = (self.num_slots, like.shape[1], self.max_len, like.shape[3])
-        if like.device.type != "cpu":
-            return torch.zeros(shape, dtype=like.dtype, device=like.device)
-        return _mapped_zeros(math.prod(shape) * like.element_size()).view(like.dtype).view(shape)
+        # What no row has written yet is masked, but 0 * nan would not be 0.
+        return lazy_zeros((self.num_slots, like.shape[1], self.max_len, like.shape[3]), like)
 
     # What decoders ask of a cache before they call `update`. Positions and masks are ours, so the
     # answers only must not fail.
@@ -105,13 +106,15 @@ def _write(view: torch.Tensor, new: torch.Tensor, step: Step) -> None:
         view[span.slot - step.first_slot, :, span.start : span.stop] = new[:, tokens]
 
 
-def _mapped_zeros(num_bytes: int) -> torch.Tensor:
-    """Zeros that take memory page by page, when they are first written: uint8 `[num_bytes]`.
+def lazy_zeros(shape: tuple[int, ...], like: torch.Tensor) -> torch.Tensor:
+    """Zeros of the dtype and on the device of `like`. On a CPU they take memory page by page, when
+    they are first written.
 
     torch zeroes everything at once, and numpy asks for huge pages, of which a row that fills a
     fifth of its slot touches all: 4 s for the first 8 rows of a 135M model.
     """
-    if not num_bytes:
-        return torch.zeros(0, dtype=torch.uint8)
+    num_bytes = math.prod(shape) * like.element_size()
+    if like.device.type != "cpu" or not num_bytes:
+        return torch.zeros(shape, dtype=like.dtype, device=like.device)
     pages = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    return torch.frombuffer(pages, dtype=torch.uint8)
+    return torch.frombuffer(pages, dtype=torch.uint8).view(like.dtype).view(shape)

@@ -87,6 +87,23 @@ class Chooser:
             scores[at] = torch.cat([_warped(rule, row[None]) for row in adjusted])
         return scores
 
+    def choose_processed(self, scores: Tensor, positions: Sequence[Position]) -> list[int]:
+        """The token at each of n positions from what `process` gives: `[n, vocab]`.
+
+        Returns:
+            As `choose`.
+        """
+        self._check(scores, positions)
+        chosen = torch.empty(len(positions), dtype=torch.int64, device=scores.device)
+        for rule, at, own in _parts(_by_rule(positions), positions, scores.device):
+            greedy = rule.temperature == 0
+            chosen[at] = (
+                _or_fault(scores[at].argmax(1), scores[at].amax(1))
+                if greedy
+                else _choose_widely(1.0, scores[at], own)
+            )
+        return chosen.tolist()
+
     def _check(self, logits: Tensor, positions: Sequence[Position]) -> None:
         if logits.shape != (len(positions), self._vocab_size):
             expected = f"[{len(positions)}, {self._vocab_size}]"

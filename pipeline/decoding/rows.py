@@ -51,10 +51,11 @@ class Row:
         if self.end.deadline is None and self.sampling.timeout_s is not None:
             self.end.deadline = time.monotonic() + self.sampling.timeout_s
 
-    def add_tokens(self, tokens: Sequence[int], num_drafted: int, num_accepted: int) -> bool:
+    def add_tokens(self, tokens: Sequence[int], num_drafted: int, lossy: Sequence[bool]) -> bool:
         """What a pass yielded; True once the row is over.
 
-        `tokens`: the accepted draft tokens and the target's own choice.
+        `tokens`: the accepted draft tokens and the target's own choice. `lossy`: for each accepted
+        one whether the target alone would have rejected it.
         """
         before = len(self.end.tokens)
         over = self.end.push(tokens)
@@ -67,7 +68,8 @@ class Row:
             # Drafts past the row's end never mattered to it: neither drafted nor accepted.
             stats.num_spec_steps += 1
             stats.num_draft_tokens += min(num_drafted, len(kept)) if over else num_drafted
-            stats.num_accepted_draft_tokens += min(num_accepted, len(kept))
+            stats.num_accepted_draft_tokens += min(len(lossy), len(kept))
+            stats.num_lossy_draft_tokens += sum(lossy[: len(kept)])
         return over
 
     def record_prefill(self, seconds: float) -> None:

@@ -134,6 +134,24 @@ class Step:
         return torch.tensor(values, dtype=torch.int64, device=self.device)
 
 
+def packs(spans: Sequence[Span], size: int) -> Iterator[list[Span]]:
+    """The spans in packs of `size` tokens, cut where a pack is full."""
+    pack: list[Span] = []
+    room = size
+    for span in spans:
+        taken = 0
+        while taken < len(span.token_ids):
+            chunk = Span(span.slot, span.start + taken, span.token_ids[taken : taken + room])
+            pack.append(chunk)
+            taken += len(chunk.token_ids)
+            room -= len(chunk.token_ids)
+            if not room:
+                yield pack
+                pack, room = [], size
+    if pack:
+        yield pack
+
+
 class _Active(threading.local):
     step: Step | None = None
 

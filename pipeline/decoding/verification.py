@@ -11,6 +11,7 @@ Speculative Decoding", arXiv 2408.07978.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 
 def accept(draft: Sequence[int], choices: Sequence[int]) -> tuple[int, list[int]]:
@@ -34,3 +35,26 @@ def accept(draft: Sequence[int], choices: Sequence[int]) -> tuple[int, list[int]
     while accepted < len(draft) and draft[accepted] == choices[accepted]:
         accepted += 1
     return accepted, list(choices[: accepted + 1])
+
+
+@dataclass(frozen=True)
+class Verified:
+    """What came of a draft.
+
+    `tokens`: the row's new ones, as from `accept`. `lossy`: for each accepted draft token whether
+    the target alone would have rejected it, which happens in ensemble verification only.
+    """
+
+    num_accepted: int
+    tokens: list[int]
+    lossy: list[bool]
+
+
+def verify(
+    draft: Sequence[int], choices: Sequence[int], targets: Sequence[int] | None = None
+) -> Verified:
+    """`accept`, and what the target's own choices `targets` say of it; None: they are `choices`."""
+    accepted, tokens = accept(draft, choices)
+    own = choices if targets is None else targets
+    lossy = [token != choice for token, choice in zip(draft[:accepted], own, strict=False)]
+    return Verified(accepted, tokens, lossy)

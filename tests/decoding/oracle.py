@@ -8,6 +8,8 @@ from transformers import LogitsProcessorList
 
 from pipeline.config import DecodingConfig
 from pipeline.decoding.batched import BatchedEngine
+from pipeline.decoding.drafters.draft_model import DraftModelDrafter
+from pipeline.decoding.drafters.drafting import DraftChooser
 from pipeline.decoding.memory import SlotBudget
 from pipeline.decoding.rows import Row
 from pipeline.decoding.sampling import Sampler
@@ -43,6 +45,20 @@ def generate(model: Any, prompt: Sequence[int], key: str, params: SamplingParams
     finally:
         model.set_attn_implementation(before)
     return list(output[0, len(prompt) :].tolist())
+
+
+def make_draft_model(
+    model: Any,
+    vocab_size: int = 512,
+    *,
+    step_tokens: int = 64,
+    prefix_token_ids: Sequence[int] = (),
+    drafter: type[DraftModelDrafter] = DraftModelDrafter,
+    **rule: Any,
+) -> DraftModelDrafter:
+    """A draft model for a target of `vocab_size` tokens; `rule` are its `DraftChooser`'s."""
+    chooser = DraftChooser(vocab_size, **rule)
+    return drafter(model, chooser, step_tokens=step_tokens, prefix_token_ids=prefix_token_ids)
 
 
 def make_engine(model: Any, tokenizer: Any, slots: int = 4, **settings: Any) -> BatchedEngine:

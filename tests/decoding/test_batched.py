@@ -11,12 +11,11 @@ import torch
 
 from pipeline.decoding.batched import BatchedEngine
 from pipeline.decoding.drafters.base import Drafter
-from pipeline.decoding.drafters.draft_model import DraftModelDrafter
 from pipeline.decoding.drafters.prompt_lookup import PromptLookupDrafter
 from pipeline.decoding.memory import SlotBudget
 from pipeline.errors import EngineError
 from pipeline.records import GenerationRequest, SamplingParams
-from tests.decoding.oracle import decode, generate, make_engine
+from tests.decoding.oracle import decode, generate, make_draft_model, make_engine
 from tests.tiny import TEXT, make_model, make_tokenizer
 
 TOKENIZER = make_tokenizer()
@@ -78,9 +77,7 @@ def lookup() -> PromptLookupDrafter:
 
 def make_drafter(method: str, chunk: int, prefix: Sequence[int]) -> Drafter | None:
     if method == "draft_model":  # another random model: now and then it is right
-        return DraftModelDrafter(
-            make_model(seed=1), vocab_size=512, step_tokens=chunk, prefix_token_ids=prefix
-        )
+        return make_draft_model(make_model(seed=1), step_tokens=chunk, prefix_token_ids=prefix)
     return lookup() if method == "prompt_lookup" else None
 
 

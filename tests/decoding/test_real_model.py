@@ -11,11 +11,10 @@ import psutil
 import pytest
 import torch
 
-from pipeline.decoding.drafters.draft_model import DraftModelDrafter
 from pipeline.decoding.drafters.prompt_lookup import PromptLookupDrafter
 from pipeline.decoding.prefix import common_prefix
 from pipeline.records import GenerationRequest, SamplingParams
-from tests.decoding.oracle import decode, generate, make_engine
+from tests.decoding.oracle import decode, generate, make_draft_model, make_engine
 from tests.tiny import make_model, make_tokenizer
 
 pytestmark = [pytest.mark.soak, pytest.mark.model, pytest.mark.timeout(7200)]
@@ -90,9 +89,7 @@ def test_same_tokens(
     if method == "prompt_lookup":
         drafter = PromptLookupDrafter()
     elif method == "draft_model":  # the same weights, halved precision: often right
-        drafter = DraftModelDrafter(
-            half(model), vocab_size=model.config.vocab_size, step_tokens=chunk
-        )
+        drafter = make_draft_model(half(model), model.config.vocab_size, step_tokens=chunk)
     engine = make_engine(
         model,
         tokenizer,

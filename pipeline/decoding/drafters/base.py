@@ -1,4 +1,4 @@
-"""What drafts: the protocol of all methods, and what a drafter sees of a row.
+"""What drafts: the base of all methods, and what a drafter sees of a row.
 
 Drafts are never trusted, so a drafter need not be exact; it must only be cheap, and remember
 nothing about a row after its release.
@@ -7,6 +7,8 @@ nothing about a row after its release.
 from collections.abc import Sequence
 from typing import Protocol
 
+from pipeline.decoding.runner import ModelRunner
+from pipeline.decoding.steps import Step
 from pipeline.records import SamplingParams
 
 
@@ -20,21 +22,36 @@ class DraftRow(Protocol):
     noise_key: int
 
 
-class Drafter(Protocol):
-    """Proposes draft tokens for many rows at once."""
+class Drafter:
+    """Proposes draft tokens for many rows at once.
+
+    Most methods need `propose` alone; what they do not define does nothing.
+    """
+
+    bytes_per_token: int = 0  # of memory that each place of a slot takes beside the target's K/V
+    wants_hidden: bool = False  # the target's final hidden states, kept as its runner's `hidden`
+
+    def attach(self, target: ModelRunner) -> None:
+        """The target that verifies; called once, before all others. Its cache may be replaced."""
+
+    def resize(self, num_slots: int, max_len: int) -> None:
+        """The engine's slots change in number or length; all rows were released before.
+
+        A shared prefix has the slot behind those of rows, `num_slots`.
+        """
+
+    def after_pass(self, step: Step) -> None:
+        """The target has computed the step, of which draft tokens may yet be rejected."""
+
+    def copy_prefix(self, source: int, target: int, length: int) -> None:
+        """The target's cache took over the first places of a slot from another."""
 
     def propose(self, rows: Sequence[DraftRow], limits: Sequence[int]) -> list[list[int]]:
         """Draft tokens after each row's `tokens`: at most `limits[i]` (may be 0), maybe none."""
-        ...
+        raise NotImplementedError
 
     def observe(self, row: DraftRow, num_drafted: int, num_accepted: int) -> None:
         """The row's last draft was verified; its `tokens` hold what came of it already."""
-        ...
 
     def release(self, row: DraftRow) -> None:
         """The row leaves its slot; forget it. It may never have been proposed for."""
-        ...
-
-    def resize(self, num_slots: int, max_len: int) -> None:
-        """The engine's slots change in number or length; all rows were released before."""
-        ...

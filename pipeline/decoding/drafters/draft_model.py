@@ -5,28 +5,19 @@ tokens are drawn by the row's own rule with the noise that the target will use a
 that models which agree on the probabilities agree on the token.
 """
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import takewhile
 from typing import Any
 
-import torch
-from torch import Tensor
-from torch.nn.functional import pad
-
 from pipeline.decoding.cache import SlotCache
-from pipeline.decoding.checkpoint import estimate_memory, materialize, resolve
-from pipeline.decoding.choosing import Chooser, Position
-from pipeline.decoding.drafters.base import Drafter, DraftRow
-from pipeline.decoding.loading import load_model
-from pipeline.decoding.packing import pack_linears
+from pipeline.decoding.checkpoint import estimate_memory
+from pipeline.decoding.drafters.base import DraftRow
+from pipeline.decoding.drafters.drafting import DraftChooser, Drafting, ModelDrafter, start_drafts
 from pipeline.decoding.prefix import SharedPrefix, common_prefix
 from pipeline.decoding.runner import ModelRunner
-from pipeline.decoding.selftest import misfit
-from pipeline.decoding.steps import Span, Step
-from pipeline.errors import ConfigError
+from pipeline.decoding.steps import Span, Step, packs
 
-_KEY = "model.drafter"
 _FEW = 8  # tokens behind: more are prefilled, since a decoding pass pads its rows to the longest
 
 
@@ -48,90 +39,56 @@ class _Slot:
         self.draft = []
 
 
-@dataclass
-class _Drafting:
-    """A row while it is drafted for."""
-
-    row: DraftRow
-    slot: _Slot
-    limit: int
-    is_over: bool = False
-
-    @property
-    def pending(self) -> Span:
-        """What the next pass takes of the row."""
-        tokens, draft = self.row.tokens, self.slot.draft
-        if draft:
-            return Span(self.row.slot, len(tokens) + len(draft) - 1, draft[-1:])
-        cached = self.slot.num_cached
-        return Span(self.row.slot, cached, tokens[cached:])
-
-    @property
-    def position(self) -> Position:
-        """Where its next token is chosen: the index that the target's choice will have."""
-        row, draft = self.row, self.slot.draft
-        t = len(row.tokens) - row.num_prompt_tokens + len(draft)
-        return Position(row.sampling, row.noise_key, t, row.tokens, draft)
-
-
-class DraftModelDrafter(Drafter):
+class DraftModelDrafter(ModelDrafter):
     """Drafts with a causal language model: one pass per draft token, over all rows that go on."""
 
     def __init__(
         self,
         model: Any,
+        chooser: DraftChooser,
         *,
-        vocab_size: int,
         step_tokens: int,
-        confidence: float = 0.0,
-        end_tokens: Collection[int] = (),
         prefix_token_ids: Sequence[int] = (),
     ) -> None:
         """Slots are made by `resize`.
 
         Args:
             model: a causal language model of transformers; its attention becomes ours.
-            vocab_size: of the target; the draft model's may be larger or smaller.
             step_tokens: prompt tokens per prefill pass at most.
-            confidence: a draft ends with the first token that is less probable than this; 0: never.
-            end_tokens: of the target; a draft ends with the first of them, or of the row's own.
             prefix_token_ids: what prompts begin with, if they have it in common: computed once.
         """
+        super().__init__(chooser)
         self._runner = ModelRunner(model, SlotCache(0, 0))
-        self._chooser = Chooser(vocab_size)
-        self._vocab_size = vocab_size
         self._num_embeddings: int = model.get_input_embeddings().num_embeddings
         self._step_tokens = step_tokens
-        self._confidence = confidence
-        self._end_tokens = frozenset(end_tokens)
         known = takewhile(lambda token: token < self._num_embeddings, prefix_token_ids)
         self._prefix = SharedPrefix(list(known))
         self._slots: dict[int, _Slot] = {}
+        dtype = str(model.dtype).removeprefix("torch.")
+        memory = estimate_memory(model.config.to_dict(), dtype, None)
+        self.bytes_per_token = memory.kv_bytes_per_token
 
     @property
     def cache(self) -> SlotCache:
         return self._runner.cache
 
-    @property
-    def bytes_per_token(self) -> int:
-        """Of one token's K and V, which each slot needs beside the target's."""
-        model = self._runner.model
-        dtype = str(model.dtype).removeprefix("torch.")
-        return estimate_memory(model.config.to_dict(), dtype, None).kv_bytes_per_token
-
     def propose(self, rows: Sequence[DraftRow], limits: Sequence[int]) -> list[list[int]]:
         """Draft tokens after each row's `tokens`: at most `limits[i]`, fewer where unsure."""
-        started = [self._start(row, limit) for row, limit in zip(rows, limits, strict=True)]
-        active = [drafting for drafting in started if drafting is not None]
-        active.sort(key=lambda drafting: drafting.row.slot)  # as steps sort their spans
-        self._prefill(active)
+        started = start_drafts(
+            rows, [self._limit(*pair) for pair in zip(rows, limits, strict=True)]
+        )
+        self._prefill(started)
+        active = started
         while active:
-            self._extend(active)
+            spans = [self._pending(drafting) for drafting in active]
+            step = Step(spans, decoding=True, device=self._runner.device)
+            logits = self._runner.forward(step, [stop - 1 for stop in step.offsets[1:]])
+            self._chooser.extend(active, logits)
             active = [drafting for drafting in active if not drafting.is_over]
-        return [drafting.slot.draft if drafting else [] for drafting in started]
-
-    def observe(self, row: DraftRow, num_drafted: int, num_accepted: int) -> None:
-        """Nothing to do: the row's tokens tell at the next proposal what was accepted."""
+        for drafting in started:
+            slot = self._slots[drafting.row.slot]
+            slot.num_cached, slot.draft = len(drafting.row.tokens), drafting.draft
+        return self._chooser.finish(rows, started)
 
     def release(self, row: DraftRow) -> None:
         self._slots.pop(row.slot, None)
@@ -146,27 +103,35 @@ class DraftModelDrafter(Drafter):
         extra = 1 if self._prefix.token_ids else 0
         self._runner.cache = SlotCache(num_slots + extra, min(max_len, positions or max_len))
 
-    def _start(self, row: DraftRow, limit: int) -> _Drafting | None:
-        """The row, ready to be drafted for; None if there is nothing to draft."""
+    def _limit(self, row: DraftRow, limit: int) -> int:
+        """Tokens to draft; readies the slot if there are any."""
         limit = min(limit, self.cache.max_len + 1 - len(row.tokens))  # the last needs no place
         if limit <= 0:
-            return None  # K/V catch up when a draft is wanted again
+            return 0  # K/V catch up when a draft is wanted again
         slot = self._slots.get(row.slot)
         if slot is None:
             slot = self._slots[row.slot] = _Slot(self._reuse_prefix(row))
         slot.resume(row.tokens)
         if max(row.tokens[slot.num_cached :]) >= self._num_embeddings:
-            return None  # for good, since what it does not know is never cached
-        return _Drafting(row, slot, limit)
+            return 0  # for good, since what it does not know is never cached
+        return limit
+
+    def _pending(self, drafting: Drafting) -> Span:
+        """What the next pass takes of the row."""
+        row = drafting.row
+        if drafting.chain:
+            return Span(row.slot, len(drafting.tokens) - 1, drafting.chain[-1:])
+        cached = self._slots[row.slot].num_cached
+        return Span(row.slot, cached, row.tokens[cached:])
 
     # Catching up
 
-    def _prefill(self, active: list[_Drafting]) -> None:
+    def _prefill(self, started: list[Drafting]) -> None:
         """Bring rows that are far behind to their last token."""
-        behind = [drafting for drafting in active if len(drafting.pending.token_ids) > _FEW]
-        self._feed([_but_last(drafting.pending) for drafting in behind])
+        behind = [d for d in started if len(self._pending(d).token_ids) > _FEW]
+        self._feed([_but_last(self._pending(drafting)) for drafting in behind])
         for drafting in behind:
-            drafting.slot.num_cached = len(drafting.row.tokens) - 1
+            self._slots[drafting.row.slot].num_cached = len(drafting.row.tokens) - 1
 
     def _reuse_prefix(self, row: DraftRow) -> int:
         """Copy what the row shares with others, computing that first if need be; its length."""
@@ -182,101 +147,9 @@ class DraftModelDrafter(Drafter):
 
     def _feed(self, spans: Sequence[Span]) -> None:
         """Make K/V of prompts, as few passes as `step_tokens` allows."""
-        for chunks in _packs(spans, self._step_tokens):
+        for chunks in packs(spans, self._step_tokens):
             self._runner.forward(Step(chunks, decoding=False, device=self._runner.device), [])
-
-    # Drafting
-
-    def _extend(self, active: list[_Drafting]) -> None:
-        """One pass: a token more for each row."""
-        spans = [drafting.pending for drafting in active]
-        step = Step(spans, decoding=True, device=self._runner.device)
-        logits = self._runner.forward(step, [stop - 1 for stop in step.offsets[1:]])
-        logits = _fit(logits, self._vocab_size)
-        tokens = self._chooser.choose(logits, [drafting.position for drafting in active])
-        for drafting, token in zip(active, tokens, strict=True):
-            self._add(drafting, token)
-        if self._confidence and not all(drafting.is_over for drafting in active):
-            probable = _probabilities(logits, tokens) >= self._confidence
-            for drafting, sure in zip(active, probable.tolist(), strict=True):
-                drafting.is_over |= not sure
-
-    def _add(self, drafting: _Drafting, token: int) -> None:
-        slot, sampling = drafting.slot, drafting.row.sampling
-        slot.num_cached = len(drafting.row.tokens)
-        if token < 0:  # no choice could be made
-            drafting.is_over = True
-            return
-        slot.draft.append(token)
-        ends = self._end_tokens if sampling.end_tokens is None else sampling.end_tokens
-        drafting.is_over = len(slot.draft) == drafting.limit or token in ends
-
-
-def load_drafter(
-    reference: str,
-    dtype: str,
-    device: str,
-    *,
-    vocab_size: int,
-    step_tokens: int,
-    confidence: float,
-    end_tokens: Collection[int] = (),
-    prefix_token_ids: Sequence[int] = (),
-) -> DraftModelDrafter:
-    """Load the draft model that `model.drafter` names; the other arguments are the drafter's.
-
-    Args:
-        dtype, device: as of `load_model`.
-
-    Raises:
-        ConfigError: naming `model.drafter`, if the model cannot be had, loaded or batched.
-    """
-    folder = materialize(resolve(reference, key=_KEY))
-    model = load_model(folder, dtype, device, key=_KEY)
-    reason = misfit(model)
-    if reason:
-        raise ConfigError(_KEY, f"cannot draft for many rows: {reason}; choose another model")
-    pack_linears(model)
-    return DraftModelDrafter(
-        model,
-        vocab_size=vocab_size,
-        step_tokens=step_tokens,
-        confidence=confidence,
-        end_tokens=end_tokens,
-        prefix_token_ids=prefix_token_ids,
-    )
 
 
 def _but_last(span: Span) -> Span:
     return Span(span.slot, span.start, span.token_ids[:-1])
-
-
-def _packs(spans: Sequence[Span], size: int) -> Iterator[list[Span]]:
-    """The spans in packs of `size` tokens, cut where a pack is full."""
-    pack: list[Span] = []
-    room = size
-    for span in spans:
-        taken = 0
-        while taken < len(span.token_ids):
-            chunk = Span(span.slot, span.start + taken, span.token_ids[taken : taken + room])
-            pack.append(chunk)
-            taken += len(chunk.token_ids)
-            room -= len(chunk.token_ids)
-            if not room:
-                yield pack
-                pack, room = [], size
-    if pack:
-        yield pack
-
-
-def _fit(logits: Tensor, vocab_size: int) -> Tensor:
-    """`[n, any vocab]` -> `[n, vocab_size]`; what only one of the models has is impossible."""
-    missing = vocab_size - logits.shape[1]
-    return pad(logits, (0, missing), value=-torch.inf) if missing > 0 else logits[:, :vocab_size]
-
-
-def _probabilities(logits: Tensor, tokens: Sequence[int]) -> Tensor:
-    """Of one token per row of `[n, vocab]`, by the plain softmax, `[n]`."""
-    scores = logits.float()
-    at = torch.tensor(tokens, device=scores.device).clamp(min=0)[:, None]
-    return (scores.gather(1, at)[:, 0] - scores.logsumexp(1)).exp()

@@ -38,14 +38,8 @@ class PromptLookupDrafter(Drafter):
         self.match_lengths = [matched for _, matched in found]
         return [draft for draft, _ in found]
 
-    def observe(self, row: DraftRow, num_drafted: int, num_accepted: int) -> None:
-        """Nothing to do: the next proposal reads the row's new tokens."""
-
     def release(self, row: DraftRow) -> None:
         self._indexes.pop(row.slot, None)
-
-    def resize(self, num_slots: int, max_len: int) -> None:
-        """Nothing to do: released rows left nothing behind."""
 
     def _draft(self, row: DraftRow, limit: int) -> tuple[list[int], int]:
         if limit <= 0:

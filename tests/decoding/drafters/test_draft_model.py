@@ -9,10 +9,12 @@ import pytest
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
+from pipeline.config import DecodingConfig
 from pipeline.decoding.choosing import Chooser, Position
-from pipeline.decoding.drafters.draft_model import DraftModelDrafter, load_drafter
+from pipeline.decoding.drafters.make import DrafterCheckpoint, make_drafter
 from pipeline.errors import ConfigError
 from pipeline.records import SamplingParams
+from tests.decoding.oracle import make_draft_model
 from tests.tiny import TEXT, make_model, make_tokenizer
 
 VOCAB = 512
@@ -47,9 +49,7 @@ class Watched:
 
     def __init__(self, model: Any = None, *, slots: int = 4, max_len: int = 256, **settings: Any):
         self.model = make_model() if model is None else model
-        self.drafter = DraftModelDrafter(
-            self.model, **({"vocab_size": VOCAB, "step_tokens": 64} | settings)
-        )
+        self.drafter = make_draft_model(self.model, **({"vocab_size": VOCAB} | settings))
         self.drafter.resize(slots, max_len)
         self.passes: list[Pass] = []
         self.model.register_forward_hook(self._record, with_kwargs=True)
@@ -291,9 +291,14 @@ def test_stays_within_its_positions() -> None:
 
 
 def test_loads_what_the_config_names(tiny_model_dir: Path) -> None:
-    settings = {"vocab_size": VOCAB, "step_tokens": 64, "confidence": 0.0}
-    drafter = load_drafter(str(tiny_model_dir), "float32", "cpu", **settings)
+    decoding = DecodingConfig(method="draft_model", draft_confidence=0)
+
+    def load(reference: Path) -> Any:
+        files = DrafterCheckpoint(str(reference), "float32", "cpu")
+        return make_drafter(decoding, make_model(), files, step_tokens=64, prefix_token_ids=[])
+
+    drafter = load(tiny_model_dir)
     drafter.resize(1, 64)
     assert drafter.propose([Row(0, IDS[:9])], [4]) == Watched().propose([Row(0, IDS[:9])], [4])
     with pytest.raises(ConfigError, match=r"^model\.drafter: no folder"):
-        load_drafter(str(tiny_model_dir / "gone"), "float32", "cpu", **settings)
+        load(tiny_model_dir / "gone")

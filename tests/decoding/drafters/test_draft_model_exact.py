@@ -13,7 +13,7 @@ import torch
 
 from pipeline.decoding.drafters.draft_model import DraftModelDrafter
 from pipeline.records import Completion, GenerationRequest, SamplingParams
-from tests.decoding.oracle import decode, generate, make_engine
+from tests.decoding.oracle import decode, generate, make_draft_model, make_engine
 from tests.tiny import TEXT, make_model, make_tokenizer
 
 TOKENIZER = make_tokenizer()
@@ -96,13 +96,13 @@ def run(
     prefix: Sequence[int] = (),
     order: int = 0,
 ) -> tuple[dict[str, list[int]], dict[str, Completion]]:
-    made = drafter(
+    made = make_draft_model(
         model,
-        vocab_size=512,
         step_tokens=chunk,
         confidence=confidence,
         end_tokens=[2],
         prefix_token_ids=prefix,
+        drafter=drafter,
     )
     engine = make_engine(
         make_model(),

@@ -40,7 +40,12 @@ def generate(
     slots: Annotated[str, typer.Option(help="Rows at a time.")] = "1,16",
     methods: Annotated[str, typer.Option(help="Of our engine.")] = "plain,prompt_lookup",
     drafts: Annotated[str, typer.Option(help="Draft lengths.")] = "2,3,10",
-    drafter: Annotated[str | None, typer.Option(help="Draft model of draft_model.")] = None,
+    drafter: Annotated[
+        str | None, typer.Option(help="Drafter of the methods that need one.")
+    ] = None,
+    exit_layer: Annotated[int | None, typer.Option(help="Of early_exit.")] = None,
+    draft_confidence: Annotated[float, typer.Option(help="0: drafts of full length.")] = 0.4,
+    lookup_min: Annotated[int, typer.Option(help="decoding.prompt_lookup_min of ours.")] = 2,
     few_shot_prefix: Annotated[
         str | None, typer.Option(help="Text before each prompt: a file, or `auto` for our own.")
     ] = None,
@@ -77,6 +82,9 @@ def generate(
             methods=_words(methods),
             drafts=_numbers("--drafts", drafts),
             drafter=drafter,
+            exit_layer=exit_layer,
+            draft_confidence=draft_confidence,
+            lookup_min=lookup_min,
             few_shot_prefix=few_shot_prefix,
             share_prefix=share_prefix,
             ignore_eos=ignore_eos,

@@ -1,7 +1,7 @@
 """What makes two runs the same: the settings that change the text or the layout of the output.
 
-Not among them: method, drafts, actors and devices, since drafting is lossless; and the input
-listing, since new files are new work for the same run.
+Not among them: method, drafts, actors and devices, since drafting is lossless, unless
+`ensemble_weight` is set; and the input listing, since new files are new work for the same run.
 """
 
 import hashlib
@@ -21,6 +21,7 @@ class Resolved:
     dtype: str
     max_model_len: int
     num_gpus: float
+    drafter_identity: str | None = None  # of `model.drafter`, where the method reads it
 
 
 _DECODING = (
@@ -37,6 +38,9 @@ _DECODING = (
 )
 
 
+_ENSEMBLE = ("ensemble_weight", "method", "num_draft_tokens", "exit_layer")
+
+
 def text_settings(config: RunConfig, resolved: Resolved) -> dict[str, Any]:
     """Dotted keys and values on which the generated text depends."""
     prompt = config.prompt.model_dump(mode="json")
@@ -49,7 +53,16 @@ def text_settings(config: RunConfig, resolved: Resolved) -> dict[str, Any]:
         "resources.max_model_len": resolved.max_model_len,
         **{f"prompt.{key}": value for key, value in prompt.items()},
         **{f"decoding.{key}": decoding[key] for key in _DECODING},
+        **_ensemble_settings(decoding, resolved),
     }
+
+
+def _ensemble_settings(decoding: dict[str, Any], resolved: Resolved) -> dict[str, Any]:
+    """What the text depends on besides, once drafts bear on it: the drafter, and their borders."""
+    if decoding["ensemble_weight"] is None:
+        return {}
+    settings = {f"decoding.{key}": decoding[key] for key in _ENSEMBLE}
+    return settings | {"model.drafter": resolved.drafter_identity}
 
 
 def layout_settings(config: RunConfig) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """Everything that can be wrong is found here, before a model is loaded or a row is read."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pyarrow as pa
@@ -62,6 +62,7 @@ def prepare(config: RunConfig) -> Job:
     checkpoint = resolve(config.model.target, config.model.revision)
     resolved = _resolve(config, checkpoint)
     drafter = _resolve_drafter(config, checkpoint)
+    resolved = replace(resolved, drafter_identity=drafter.identity if drafter else None)
     settings = {**text_settings(config, resolved), **layout_settings(config)}
     return Job(config, store, listing, schema, checkpoint, drafter, resolved, settings)
 

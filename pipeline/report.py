@@ -17,6 +17,13 @@ from pipeline.stats import RunTotals
 from pipeline.store.plan import Plan
 
 _PACKAGES = ("draftmill", "torch", "transformers", "ray", "pyarrow")
+_MANY_DRAFTS, _FEW_ACCEPTED = 200, 0.1
+_USELESS = {
+    "early_exit": "this model was probably not trained to exit early",
+    "draft_model": "the draft model writes other text than the target",
+    "universal": "the draft model writes other text than the target",
+    "mtp_drafter": "the assistant was probably made for another target",
+}
 _RATES = (
     "draft_acceptance_rate",
     "mean_acceptance_length",
@@ -84,6 +91,7 @@ def print_summary(summary: dict[str, Any]) -> None:
         ("tokens/s", f"{summary['tokens_per_second']:.1f}"),
         ("rows/hour", f"{summary['rows_per_hour']:,.0f}"),
         *_rate_lines(summary),
+        *_notes(summary),
         ("time", _shares_line(summary["time_shares"])),
     ]
     table = Table(show_header=False, title=f"{summary['model']}, {summary['method']}")
@@ -151,6 +159,20 @@ def _rate_lines(summary: dict[str, Any]) -> list[tuple[str, str]]:
         value = rates[name]
         lines.append((label, f"{value:.2f}x ({evidence})" if value else f"unknown ({evidence})"))
     return lines
+
+
+def _notes(summary: dict[str, Any]) -> list[tuple[str, str]]:
+    """What a user should know about the drafts."""
+    totals, notes = summary["totals"], []
+    drafted, accepted = totals["num_draft_tokens"], totals["num_accepted_draft_tokens"]
+    if drafted >= _MANY_DRAFTS and accepted < _FEW_ACCEPTED * drafted:
+        reason = _USELESS.get(summary["method"], "these drafts do not fit the text")
+        notes.append(("note", f"drafts cost more than they save: {reason}; use another method"))
+    lossy = totals["num_lossy_draft_tokens"]
+    if lossy:
+        share = 100 * lossy / totals["completion_tokens"]
+        notes.append(("ensemble", f"{lossy:,} tokens ({share:.1f} %) are not the target's own"))
+    return notes
 
 
 def _control(totals: RunTotals) -> dict[str, Any]:

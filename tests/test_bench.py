@@ -95,8 +95,8 @@ def test_generate_compares_all_contenders(tiny_model_dir, prompts, tmp_path):
     methods = ["plain", "prompt_lookup:3", "draft_model:3"]
     assert [entry["name"] for entry in results["contenders"]] == [
         "hf/plain/1",
-        "hf/prompt_lookup:10/1",
-        "hf/draft_model/1",
+        "hf/prompt_lookup:3/1",
+        "hf/draft_model:3/1",
         "hf/plain/2",
         *(f"draftmill/{method}/{slots}" for slots in (1, 2) for method in methods),
     ]

@@ -27,13 +27,14 @@ _DRAFT_CONFIDENCE = 0.4  # as in transformers
 @dataclass(frozen=True)
 class EngineSetup:
     """An engine to be measured. `draft_length`: tokens per draft at most, 0 for plain. The others
-    are `decoding.exit_layer` and `draft_confidence`."""
+    are `decoding.exit_layer`, `draft_confidence` and `prompt_lookup_min`."""
 
     method: Method
     slots: int
     draft_length: int = 0
     exit_layer: int | None = None
     confidence: float = _DRAFT_CONFIDENCE
+    lookup_min: int = 2
 
     @property
     def label(self) -> str:
@@ -97,6 +98,7 @@ def drafter_of(models: Models, setup: EngineSetup, prefix: Sequence[int]) -> Dra
         num_draft_tokens=max(1, setup.draft_length),
         exit_layer=setup.exit_layer,
         draft_confidence=setup.confidence,
+        prompt_lookup_min=setup.lookup_min,
     )
     return make_drafter(
         decoding,

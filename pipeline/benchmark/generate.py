@@ -15,15 +15,13 @@ from pipeline.benchmark.models import Models
 from pipeline.benchmark.peer import Peer, PeerContender, PeerError
 from pipeline.benchmark.results import REFERENCE, Results
 from pipeline.benchmark.runs import Contender
-from pipeline.benchmark.stock import StockContender
+from pipeline.benchmark.stock import StockContender, stock_drafts
 from pipeline.benchmark.workload import FEW_SHOT_HEAD, Workload, load_workload
 from pipeline.decoding.loading import set_threads
 from pipeline.errors import ConfigError
 from pipeline.sections import Method
 
 logger = logging.getLogger(__name__)
-
-_STOCK_LOOKUP = 10
 
 
 @dataclass(frozen=True)
@@ -40,6 +38,9 @@ class Settings:
     methods: tuple[str, ...] = ("plain", "prompt_lookup")
     drafts: tuple[int, ...] = (2, 3, 10)
     drafter: str | None = None
+    exit_layer: int | None = None
+    draft_confidence: float = 0.4
+    lookup_min: int = 2
     few_shot_prefix: str | None = None
     share_prefix: bool = True
     ignore_eos: bool = False
@@ -135,13 +136,25 @@ def _stock(settings: Settings, models: Models) -> Makers:
     def make(name: str, **options: Any) -> Contender:
         return StockContender(name, models.stock, **options)
 
+    def drafting(name: str, method: Method, length: int) -> Contender:
+        bounds = {"exit_layer": settings.exit_layer, "confidence": settings.draft_confidence}
+        return make(name, drafts=stock_drafts(models, method, length, **bounds))  # type: ignore[arg-type]
+
     yield REFERENCE, make
-    yield f"hf/prompt_lookup:{_STOCK_LOOKUP}/1", partial(make, lookup=_STOCK_LOOKUP)
-    if settings.drafter:
-        yield "hf/draft_model/1", lambda name: make(name, assistant=models.stock_drafter)
+    for method, length in _methods(settings):
+        if method != "plain":
+            name = f"hf/{method}:{length}/1"
+            yield name, partial(drafting, method=method, length=length)
     for slots in settings.slots:
         if slots > 1:
             yield f"hf/plain/{slots}", partial(make, batch_size=slots)
+
+
+def _methods(settings: Settings) -> Iterator[tuple[Method, int]]:
+    """Methods with their draft lengths, 0 for plain."""
+    for method in settings.methods:
+        for length in (0,) if method == "plain" else settings.drafts:
+            yield method, length  # type: ignore[misc]
 
 
 def _engines(settings: Settings, models: Models) -> Makers:
@@ -149,10 +162,16 @@ def _engines(settings: Settings, models: Models) -> Makers:
         return EngineContender(name, models, setup, share_prefix=settings.share_prefix)
 
     for slots in settings.slots:
-        for method in settings.methods:
-            for length in (0,) if method == "plain" else settings.drafts:
-                setup = EngineSetup(method, slots, length)  # type: ignore[arg-type]
-                yield f"draftmill/{setup.label}", partial(make, setup=setup)
+        for method, length in _methods(settings):
+            setup = EngineSetup(
+                method,
+                slots,
+                length,
+                settings.exit_layer,
+                settings.draft_confidence,
+                settings.lookup_min,
+            )
+            yield f"draftmill/{setup.label}", partial(make, setup=setup)
 
 
 def _peers(settings: Settings, models: Models) -> Makers:

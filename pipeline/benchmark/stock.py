@@ -1,5 +1,6 @@
 """The contender `hf`: transformers' own `generate()` on the stock model."""
 
+import copy
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -9,9 +10,11 @@ from typing import Any
 import torch
 from transformers import GenerationConfig, StoppingCriteriaList
 
+from pipeline.benchmark.models import Models
 from pipeline.benchmark.runs import Run
 from pipeline.benchmark.workload import Workload
 from pipeline.decoding.loading import end_tokens
+from pipeline.sections import Method
 
 _WARM_UP_TOKENS = 4
 
@@ -59,30 +62,52 @@ class _CountedDrafts:
         return getattr(self._inner, name)
 
 
+@dataclass(frozen=True)
+class StockDrafts:
+    """How `generate()` drafts: settings of its `GenerationConfig`, further arguments, and whose
+    own settings bound a draft: the assistant's, or the model's if there is none."""
+
+    settings: dict[str, Any] = field(default_factory=dict)
+    arguments: dict[str, Any] = field(default_factory=dict)
+    bounds: dict[str, Any] = field(default_factory=dict)
+
+
+def stock_drafts(
+    models: Models, method: Method, length: int, *, exit_layer: int | None, confidence: float
+) -> StockDrafts:
+    """The method in transformers, with drafts of at most `length` tokens."""
+    bounds = {
+        "num_assistant_tokens": length,
+        "num_assistant_tokens_schedule": "constant",
+        "assistant_confidence_threshold": confidence,
+    }
+    if method == "prompt_lookup":
+        return StockDrafts({"prompt_lookup_num_tokens": length})
+    if method == "early_exit":
+        return StockDrafts({"assistant_early_exit": exit_layer}, {}, bounds)
+    if method == "mtp":
+        return StockDrafts({"use_mtp": True})
+    arguments = {"assistant_model": models.stock_drafter}
+    if method == "universal":
+        arguments["tokenizer"] = models.tokenizer
+        arguments["assistant_tokenizer"] = models.drafter_files.tokenizer()
+    return StockDrafts({}, arguments, bounds)
+
+
 class StockContender:
     """`generate()` over the rows, `batch_size` at a time with padding on the left.
 
     Args:
-        lookup: draft tokens of prompt lookup, or None.
-        assistant: a draft model, or None. Drafting of either kind needs a batch size of one.
+        drafts: None for none. They need a batch size of one.
     """
 
     def __init__(
-        self,
-        name: str,
-        model: Any,
-        *,
-        batch_size: int = 1,
-        lookup: int | None = None,
-        assistant: Any = None,
+        self, name: str, model: Any, *, batch_size: int = 1, drafts: StockDrafts | None = None
     ) -> None:
         self.name = name
         self._model = model
         self._batch_size = batch_size
-        self._options: dict[str, Any] = {}
-        if lookup is not None:
-            self._options["prompt_lookup_num_tokens"] = lookup
-        self._assistant = assistant
+        self._drafts = drafts
         self._ends = end_tokens(model.generation_config.eos_token_id)
 
     def run(self, workload: Workload) -> Run:
@@ -98,7 +123,7 @@ class StockContender:
         seconds = time.perf_counter() - started
         num_tokens = sum(map(len, tokens))
         passes = tally.passes if size == 1 else num_tokens  # each row has one token of a pass
-        drafts = bool(self._options) or self._assistant is not None
+        drafts = self._drafts is not None
         return Run(
             tokens,
             seconds,
@@ -117,27 +142,33 @@ class StockContender:
         tally: _Tally,
     ) -> list[list[int]]:
         """New tokens of each row, up to its end."""
-        model, settings = self._model, self._model.generation_config
-        pad = next((id for id in (settings.pad_token_id, *self._ends) if id is not None), 0)
+        model = self._model
+        known = (model.generation_config.pad_token_id, *self._ends, 0)
+        pad = next(token for token in known if token is not None)
         width = max(map(len, prompts))
         padded = [[pad] * (width - len(row)) + list(row) for row in prompts]
         mask = [[0] * (width - len(row)) + [1] * len(row) for row in prompts]
-        # What is unset would be filled from the model's own settings, so these take their place.
-        model.generation_config = GenerationConfig(eos_token_id=ends or None, pad_token_id=pad)
-        options = {"max_new_tokens": max_new_tokens, "do_sample": False, "use_cache": True}
-        config = GenerationConfig(**options, **self._options)
-        try:
-            with torch.inference_mode(), _counted(model, tally):
-                tally.begin()
-                out = model.generate(
-                    input_ids=torch.tensor(padded),
-                    attention_mask=torch.tensor(mask),
-                    generation_config=config,
-                    assistant_model=self._assistant,
-                    stopping_criteria=StoppingCriteriaList([tally]),
-                )
-        finally:
-            model.generation_config = settings
+        drafts = self._drafts or StockDrafts()
+        config = GenerationConfig(
+            max_new_tokens=max_new_tokens, do_sample=False, use_cache=True, **drafts.settings
+        )
+        # What is unset is filled from the models' own settings, so these take their place.
+        neutral = GenerationConfig(eos_token_id=ends or None, pad_token_id=pad, **drafts.bounds)
+        assistant = drafts.arguments.get("assistant_model")
+        with (
+            torch.inference_mode(),
+            _counted(model, tally),
+            _settings(model, neutral),
+            _settings(assistant, neutral),
+        ):
+            tally.begin()
+            out = model.generate(
+                input_ids=torch.tensor(padded),
+                attention_mask=torch.tensor(mask),
+                generation_config=config,
+                stopping_criteria=StoppingCriteriaList([tally]),
+                **drafts.arguments,
+            )
         return [_until_end(row, ends) for row in out[:, width:].tolist()]
 
 
@@ -154,6 +185,19 @@ def _counted(model: Any, tally: _Tally) -> Iterator[None]:
         yield
     finally:
         del model._get_candidate_generator  # uncovers the class's own
+
+
+@contextmanager
+def _settings(model: Any, settings: GenerationConfig) -> Iterator[None]:
+    """Give a model, if there is one, other settings of its own for a while."""
+    if model is None:
+        yield
+        return
+    before, model.generation_config = model.generation_config, copy.deepcopy(settings)
+    try:
+        yield
+    finally:
+        model.generation_config = before
 
 
 def _until_end(tokens: list[int], ends: Sequence[int]) -> list[int]:

@@ -1,9 +1,11 @@
 """From a request to a row: what makes no sense is refused before it costs a slot."""
 
+from functools import partial
 from typing import Any
 
 from pipeline.decoding.choosing import validate_params
 from pipeline.decoding.loading import end_tokens
+from pipeline.decoding.responses import Responses
 from pipeline.decoding.rows import Row
 from pipeline.decoding.sampling import noise_key
 from pipeline.decoding.stopping import RowEnd, StopStrings
@@ -24,6 +26,7 @@ class Admission:
         self, model: Any, tokenizer: Any, sampling: SamplingParams, max_model_len: int
     ) -> None:
         self._tokenizer = tokenizer
+        self._responses = Responses(tokenizer, model)
         self._sampling = sampling
         self._max_model_len = max_model_len
         self._vocab_size: int = model.config.get_text_config().vocab_size
@@ -53,5 +56,6 @@ class Admission:
             self._stops[sampling.stop] = StopStrings(self._tokenizer, sampling.stop)
         ends = self._end_tokens if sampling.end_tokens is None else sampling.end_tokens
         budget = min(sampling.max_new_tokens, room)
-        end = RowEnd(self._stops[sampling.stop], frozenset(ends), budget)
+        read = partial(self._responses.text, prompt)
+        end = RowEnd(self._stops[sampling.stop], frozenset(ends), budget, read=read)
         return Row(request, sampling, noise_key(sampling.seed, request.row_key), end)

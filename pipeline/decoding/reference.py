@@ -7,8 +7,9 @@ transformers can generate with.
 import logging
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,11 +17,9 @@ from transformers import GenerationConfig, StoppingCriteriaList
 
 from pipeline.config import DecodingConfig
 from pipeline.decoding.control import ControlClock
-from pipeline.decoding.loading import (
-    end_tokens,
-    neutralize,
-)
+from pipeline.decoding.loading import end_tokens, neutralize
 from pipeline.decoding.observation import GuardedLookup, RowObserver
+from pipeline.decoding.responses import Responses
 from pipeline.decoding.sampling import Sampler
 from pipeline.decoding.stopping import RowEnd, StopStrings
 from pipeline.errors import ConfigError, EngineError, RowError
@@ -65,6 +64,7 @@ class ReferenceEngine:
         self._vocab_size: int = model.config.get_text_config().vocab_size
         self._sampler = Sampler(decoding, self._vocab_size, model.device)
         self._stops = StopStrings(tokenizer, decoding.stop)
+        self._responses = Responses(tokenizer, model)
         self._end_tokens = frozenset(end_tokens(model.generation_config.eos_token_id))
         self._clock = ControlClock()
         self._queue: deque[GenerationRequest] = deque()
@@ -101,7 +101,7 @@ class ReferenceEngine:
             ConfigError: if this model cannot decode by this method.
         """
         prompt = [0] * max(1, min(8, self._max_model_len - _WARM_UP_TOKENS))
-        observer = self._observer(len(prompt), _WARM_UP_TOKENS, ControlClock())
+        observer = self._observer(prompt, _WARM_UP_TOKENS, ControlClock())
         try:
             self._run(GenerationRequest("warm-up", prompt), observer)
         except ValueError as error:  # e.g. recurrent layers, whose state cannot be rolled back
@@ -110,9 +110,8 @@ class ReferenceEngine:
             raise ConfigError("decoding.method", f"{problem}; use plain") from error
 
     def _generate(self, request: GenerationRequest) -> Completion:
-        prompt_tokens = len(request.prompt_token_ids)
         budget = self._budget(request)
-        observer = self._observer(prompt_tokens, budget, self._clock)
+        observer = self._observer(request.prompt_token_ids, budget, self._clock)
         self._run(request, observer)
         end = observer.end
         return Completion(
@@ -138,11 +137,12 @@ class ReferenceEngine:
             raise RowError("bad_token", f"a token id is outside 0 to {self._vocab_size - 1}")
         return min(self._decoding.max_new_tokens, room)
 
-    def _observer(self, prompt_tokens: int, budget: int, clock: ControlClock) -> RowObserver:
+    def _observer(self, prompt: Sequence[int], budget: int, clock: ControlClock) -> RowObserver:
         timeout = self._row_timeout_s
         deadline = None if timeout is None else time.monotonic() + timeout
-        end = RowEnd(self._stops, self._end_tokens, budget, deadline)
-        return RowObserver(prompt_tokens, end, clock)
+        read = partial(self._responses.text, prompt)
+        end = RowEnd(self._stops, self._end_tokens, budget, deadline, read)
+        return RowObserver(len(prompt), end, clock)
 
     def _run(self, request: GenerationRequest, observer: RowObserver) -> None:
         """Decode the row; what comes of it is with the observer."""

@@ -3,7 +3,7 @@ end is the same whether tokens come singly or several at a time from an accepted
 
 import time
 from collections import deque
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 from pipeline.records import FinishReason
@@ -25,6 +25,11 @@ class StopStrings:
 
     def scan(self) -> "StopScan":
         return StopScan(self)
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """Text without special tokens."""
+        text: str = self.tokenizer.decode(tokens, skip_special_tokens=True)
+        return text
 
     def cut(self, text: str) -> str:
         """`text` up to the first stop string in it."""
@@ -49,7 +54,7 @@ class StopScan:
         if not stops.strings or token in stops.special:
             return False
         self._tail.append(token)
-        text = stops.tokenizer.decode(list(self._tail), skip_special_tokens=True)
+        text = stops.decode(list(self._tail))
         return any(string in text for string in stops.strings)
 
 
@@ -62,8 +67,14 @@ class RowEnd:
         end_tokens: Collection[int],
         budget: int,
         deadline: float | None = None,
+        read: Callable[[Sequence[int]], str] | None = None,
     ) -> None:
-        """`budget`: completion tokens at most. `deadline`: on `time.monotonic()`'s clock."""
+        """
+        Args:
+            budget: completion tokens at most.
+            deadline: on `time.monotonic()`'s clock.
+            read: makes text of tokens; None: the tokenizer, without special tokens.
+        """
         self.tokens: list[int] = []
         self.reason: FinishReason | None = None
         self.timed_out = False
@@ -72,6 +83,7 @@ class RowEnd:
         self._end_tokens = end_tokens
         self.budget = budget
         self.deadline = deadline
+        self._read = stops.decode if read is None else read
 
     def push(self, tokens: Iterable[int]) -> bool:
         """Take the tokens of one step, up to the row's end; True once the row is over."""
@@ -87,9 +99,9 @@ class RowEnd:
         return self.timed_out
 
     def text(self) -> str:
-        """The completion as text: without special and end tokens, cut before a stop string."""
+        """The completion as text: without end token, cut before a stop string."""
         tokens = self.tokens
         if tokens and tokens[-1] in self._end_tokens:
             tokens = tokens[:-1]  # an end token that is not marked special would be spelled out
-        text = self._stops.tokenizer.decode(tokens, skip_special_tokens=True)
+        text = self._read(tokens)
         return self._stops.cut(text) if self.reason == "stop" else text

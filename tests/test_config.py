@@ -164,14 +164,33 @@ def test_dump_yaml_round_trips(file: Path, tmp_path: Path) -> None:
             "resources.max_model_len=256; lower it",
         ),
         (
-            "decoding.method=mtp",
-            "decoding.method: mtp is not available yet; use plain, prompt_lookup or draft_model "
-            "(got 'mtp')",
+            "decoding.method=universal",
+            "model.drafter: universal needs it; name a smaller model, of whatever tokenizer, or "
+            "use decoding.method=prompt_lookup",
+        ),
+        (
+            "decoding.method=early_exit",
+            "decoding.exit_layer: early_exit needs it; give the number of layers to draft with, "
+            "such as a quarter of the model's",
+        ),
+        (
+            "decoding.ensemble_weight=0.7",
+            "decoding.ensemble_weight: prompt_lookup drafts have no probabilities; unset it, or "
+            "choose a method of draft_model, early_exit, mtp, mtp_drafter",
+        ),
+        (
+            "decoding.ensemble_weight=1",
+            "decoding.ensemble_weight: input should be less than 1 (got 1)",
+        ),
+        (
+            "decoding.method=auto",
+            "decoding.method: auto is not available yet; choose of plain, prompt_lookup, "
+            "draft_model, early_exit, mtp, mtp_drafter, universal (got 'auto')",
         ),
         (
             "decoding.method=magic",
-            "decoding.method: input should be 'plain', 'prompt_lookup' or 'draft_model' "
-            "(got 'magic')",
+            "decoding.method: input should be 'plain', 'prompt_lookup', 'draft_model', "
+            "'early_exit', 'mtp', 'mtp_drafter' or 'universal' (got 'magic')",
         ),
         (
             "decoding.method=draft_model",

@@ -160,11 +160,12 @@ static void softmax(float *s, int64_t n, const float *sink) {
     for (int64_t i = 0; i < n; i++) s[i] *= inverse;
 }
 
-/* One row and K/V head. scratch: queries, a block, outputs, then per query a line of scores. */
-static void attend(const Task *t, int64_t row, int64_t kv_head, float *scratch) {
+/* One row and K/V head, tokens [begin, end) of the row's. scratch: queries, a block, outputs, then
+ * per query a line of scores. */
+static void attend(const Task *t, int64_t row, int64_t kv_head, int64_t begin, int64_t end, float *scratch) {
     const int64_t fold = t->heads / t->kv_heads, d = round_up(t->head_dim), dv = round_up(t->value_dim);
-    const int64_t width = t->offsets[row + 1] - t->offsets[row], queries = fold * width;
-    const int64_t start = t->starts[row], length = start + width;
+    const int64_t queries = fold * (end - begin), first_token = t->offsets[row] + begin;
+    const int64_t start = t->starts[row] + begin, length = t->starts[row] + end;
     const int64_t earliest = t->window && start + 1 > t->window ? start + 1 - t->window : 0;
     const int64_t first = earliest / BLOCK * BLOCK, line = round_up(length);
     float *q = scratch, *block = q + queries * d, *out = block + BLOCK * (d > dv ? d : dv);
@@ -173,7 +174,7 @@ static void attend(const Task *t, int64_t row, int64_t kv_head, float *scratch) 
     const int64_t v_at = t->slots[row] * t->value_slot + kv_head * t->value_head;
 
     for (int64_t i = 0; i < queries; i++) { /* query i: token i / fold, head i % fold of the group */
-        int64_t token = t->offsets[row] + i / fold, head = kv_head * fold + i % fold;
+        int64_t token = first_token + i / fold, head = kv_head * fold + i % fold;
         to_float(t->query, token * t->query_token + head * t->query_head, t->head_dim, t->is_bfloat16, q + i * d);
         for (int64_t j = 0; j < d; j++) q[i * d + j] *= t->scale;
     }
@@ -202,7 +203,7 @@ static void attend(const Task *t, int64_t row, int64_t kv_head, float *scratch) 
         for (int64_t i = 0; i < queries; i++) add_values(out + i * dv, scores + i * line + at, block, dv);
     }
     for (int64_t i = 0; i < queries; i++) {
-        int64_t token = t->offsets[row] + i / fold, head = kv_head * fold + i % fold;
+        int64_t token = first_token + i / fold, head = kv_head * fold + i % fold;
         from_float(out + i * dv, t->out, (token * t->heads + head) * t->value_dim, t->value_dim, t->is_bfloat16);
     }
 }
@@ -211,6 +212,8 @@ static void attend(const Task *t, int64_t row, int64_t kv_head, float *scratch) 
 int attend_rows(const Task *t) {
     int64_t fold = t->heads / t->kv_heads, most = 0, failed = 0;
     int64_t d = round_up(t->head_dim), dv = round_up(t->value_dim);
+    /* With few rows a head's tokens are shared out too, lest threads wait for the longest head. */
+    int64_t heads = t->rows * t->kv_heads, parts = (2 * t->threads + heads - 1) / heads;
     for (int64_t row = 0; row < t->rows; row++) {
         int64_t width = t->offsets[row + 1] - t->offsets[row];
         int64_t floats = fold * width * (d + dv + round_up(t->starts[row] + width));
@@ -222,8 +225,11 @@ int attend_rows(const Task *t) {
         failed = posix_memalign(&scratch, 64, (most + BLOCK * (d > dv ? d : dv)) * sizeof(float));
         if (!failed) memset(scratch, 0, (most + BLOCK * (d > dv ? d : dv)) * sizeof(float));
 #pragma omp for schedule(dynamic, 1)
-        for (int64_t i = 0; i < t->rows * t->kv_heads; i++)
-            if (scratch) attend(t, i / t->kv_heads, i % t->kv_heads, scratch);
+        for (int64_t i = 0; i < heads * parts; i++) {
+            int64_t row = i / parts / t->kv_heads, width = t->offsets[row + 1] - t->offsets[row];
+            int64_t begin = width * (i % parts) / parts, end = width * (i % parts + 1) / parts;
+            if (scratch && begin < end) attend(t, row, i / parts % t->kv_heads, begin, end, scratch);
+        }
         free(scratch);
     }
     return failed != 0;

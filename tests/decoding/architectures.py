@@ -93,6 +93,6 @@ def make(model_type: str, **settings: Any) -> Any:
             parameter.copy_(torch.randn(parameter.shape))  # zero would be no sink worth the name
     head = model.get_output_embeddings()
     if head is not None and not model.config.is_encoder_decoder:
-        ids = torch.arange(3, 40)[None]
+        ids = torch.arange(3, 40)[None] % model.config.get_text_config().vocab_size
         head.weight *= 4 / model(ids).logits.std()
     return model

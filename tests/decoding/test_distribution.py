@@ -3,6 +3,7 @@
 Two thousand rows start alike, so each is one draw of three tokens over a vocabulary of six.
 """
 
+import itertools
 from typing import Any
 
 import pytest
@@ -63,8 +64,16 @@ def setup(method: str) -> tuple[Any, Drafter | None]:
 METHODS = ["plain", "prompt_lookup", "draft_model", "early_exit", "mtp", "mtp_drafter", "wrong"]
 
 
-@pytest.mark.parametrize("fields", SAMPLED, ids=str)
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(
+    ("method", "fields"),
+    [
+        *zip(METHODS, itertools.cycle(SAMPLED)),
+        ("draft_model", SAMPLED[0]),
+        ("mtp", SAMPLED[2]),
+        ("mtp_drafter", SAMPLED[1]),
+    ],
+    ids=str,
+)
 def test_rows_follow_the_target(method: str, fields: dict[str, Any]) -> None:
     target, drafter = setup(method)
     exact = joint(next_probabilities(target, params(fields)))
@@ -118,7 +127,7 @@ def test_a_shared_kv_drafter_that_is_always_sure() -> None:
     one = torch.tensor([0.6, 0.4] + [0.0] * (VOCAB - 2), dtype=torch.float64)
     exact = one[:, None, None] * one[:, None] * one
     assert chi_square_p_value(counts, exact) > LEVEL
-    assert sum(one.num_draft_tokens for one in stats) > ROWS
+    assert sum(one.num_draft_tokens for one in stats) > ROWS / 2
 
 
 def test_small_models_are_those_of_the_other_tests() -> None:

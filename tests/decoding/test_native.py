@@ -10,6 +10,7 @@ from pipeline.decoding.attention import ragged_attention
 from pipeline.decoding.steps import Span, Step, running
 
 ROWS = [(0, 0, 1), (1, 36, 5), (3, 20, 2), (4, 99, 1), (7, 1, 3)]  # slot, start, tokens
+FEW = [(3, 90, 5)]  # whose tokens threads share out
 KINDS = {
     "plain": {},
     "window": {"sliding_window": 8},
@@ -43,21 +44,28 @@ def exact(step: Step, query: Any, key: Any, value: Any, scale: float, **kind: An
 @pytest.mark.parametrize("compiled", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("rows", "threads"), [(ROWS, 1), (ROWS, 2), (FEW, 1), (FEW, 2), (FEW, 5)])
 def test_decoding_rows(
-    kind: str, dtype: torch.dtype, compiled: bool, monkeypatch: pytest.MonkeyPatch
+    rows: Any,
+    threads: int,
+    kind: str,
+    dtype: torch.dtype,
+    compiled: bool,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     if compiled and not native.available():
         pytest.skip("no C compiler here")
     monkeypatch.setattr(native, "available", lambda: compiled)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
     generator = torch.Generator().manual_seed(1)
     storage = torch.randn(9, 3, 128, 20, generator=generator).to(dtype)
-    step = Step([Span(slot, start, [0] * n) for slot, start, n in ROWS], decoding=True)
-    key = storage[: step.num_slots, :, : step.kv_len]
-    value = (storage + 1)[: step.num_slots, :, : step.kv_len, :12]
-    for row, (slot, start, n) in zip(step.spans, ROWS, strict=True):  # nobody may look further
+    step = Step([Span(slot, start, [0] * n) for slot, start, n in rows], decoding=True)
+    slots = slice(step.first_slot, step.first_slot + step.num_slots)
+    key, value = storage[slots, :, : step.kv_len], (storage + 1)[slots, :, : step.kv_len, :12]
+    for row, (slot, start, n) in zip(step.spans, rows, strict=True):  # nobody may look further
         assert row.slot == slot
-        key[slot, :, start + n :] = 1e4
-        value[slot, :, start + n :] = 1e4
+        key[slot - step.first_slot, :, start + n :] = 1e4
+        value[slot - step.first_slot, :, start + n :] = 1e4
     query = torch.randn(1, 6, step.num_tokens, 20, generator=generator).to(dtype)
     with running(step):
         out, _ = ragged_attention(

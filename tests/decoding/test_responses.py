@@ -4,12 +4,12 @@ from typing import Any
 
 import pytest
 
+from pipeline.config import DecodingConfig
+from pipeline.decoding.reference import ReferenceEngine
 from pipeline.decoding.responses import Responses
 from pipeline.records import GenerationRequest, SamplingParams
-from tests.decoding.drafters.random_drafters import make_assistant
 from tests.decoding.oracle import make_engine
-from tests.decoding.small import Files, drafter_for
-from tests.tiny import make_tokenizer
+from tests.tiny import make_model, make_tokenizer
 
 TEMPLATE: dict[str, Any] = {
     "defaults": {"role": "assistant"},
@@ -78,33 +78,23 @@ def test_gemma_4_is_known_without_a_template() -> None:
     assert found.text(prompt, tokens) == "Yes."
 
 
-def test_through_the_engine() -> None:
-    """A target that thinks: forced, token by token, by banning all others is not needed; its own
-    words are parsed like any."""
-    from tests.decoding.architectures import make
-
-    target = make(
-        "gemma4_text",
-        vocab_size=512,
-        vocab_size_per_layer_input=512,
-        max_position_embeddings=512,
-    )
-    tokenizer = make_tokenizer()
-    prompt = tokenizer(CHAT)["input_ids"]
+@pytest.mark.parametrize("kind", ["batched", "transformers"])
+def test_a_thought_that_never_ends(kind: str) -> None:
+    """Through an engine: whatever the model says is thought."""
+    target, tokenizer = make_model(), make_tokenizer()
+    prompt = tokenizer(CHAT + "<think>")["input_ids"]
     texts = []
-    for template in (
-        None,
-        TEMPLATE | {"fields": {"content": {"open": "\u00ff", "content": "text"}}},
-    ):
+    for template in (None, TEMPLATE):
         tokenizer.response_template = template
-        drafter = drafter_for(target, Files(make_assistant(target)), method="mtp_drafter")
-        engine = make_engine(
-            target, tokenizer, 2, drafter=drafter, num_draft_tokens=2, method="mtp_drafter"
+        rule, config = SamplingParams(max_new_tokens=12), DecodingConfig(method="plain")
+        engine: Any = (
+            make_engine(target, tokenizer, 2)
+            if kind == "batched"
+            else ReferenceEngine(target, tokenizer, config, max_model_len=512)
         )
-        params = SamplingParams(max_new_tokens=12, end_tokens=())
-        engine.add_request(GenerationRequest("f:0", prompt, params))
-        done = []
+        engine.add_request(GenerationRequest("f:0", prompt, rule))
+        done: list[Any] = []
         while engine.num_unfinished:
             done += engine.step()
         texts.append(done[0].text)
-    assert texts[0] and texts[0] != texts[1]
+    assert texts[0] and texts[1] == ""

@@ -14,6 +14,11 @@ def make_mtp(target: Any, count: int, step_tokens: int = 64, seed: int = 3) -> M
     """`count` MTP layers around the target."""
     torch.manual_seed(seed)
     layers = MtpModel(target, count).eval().requires_grad_(False)
+    for name, weight in [*layers.layers.named_parameters(), *layers.layers.named_buffers()]:
+        if weight.is_floating_point():  # routers would stay as memory happened to be
+            weight.copy_(
+                torch.ones_like(weight) if "norm" in name else torch.randn_like(weight) / 4
+            )
     chooser = DraftChooser(target.config.vocab_size)
     return MtpDrafter(layers, chooser, step_tokens=step_tokens)
 

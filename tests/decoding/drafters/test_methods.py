@@ -22,11 +22,11 @@ TOKENIZER = make_tokenizer()
 IDS: list[int] = TOKENIZER(TEXT)["input_ids"]
 HEAD = IDS[:12]
 # One token, short, beyond the sliding window, with and without the head that most share.
-PROMPTS = [IDS[:1], IDS[5:9], *(HEAD + IDS[20 + i : 24 + 5 * i] for i in range(8)), IDS[:14], HEAD]
+PROMPTS = [IDS[:1], IDS[5:9], *(HEAD + IDS[20 + i : 24 + 5 * i] for i in range(5)), IDS[:14], HEAD]
 REQUESTS = [GenerationRequest(f"f:{i}", prompt) for i, prompt in enumerate(PROMPTS)]
 PARAMS = {
-    "greedy": SamplingParams(max_new_tokens=20, end_tokens=(7, 11)),
-    "sampled": SamplingParams(max_new_tokens=20, end_tokens=(), temperature=0.9, top_k=40, seed=5),
+    "greedy": SamplingParams(max_new_tokens=16, end_tokens=(7, 11)),
+    "sampled": SamplingParams(max_new_tokens=16, end_tokens=(), temperature=0.9, top_k=40, seed=5),
 }
 METHODS = ["early_exit", "mtp", "mtp_drafter"]
 
@@ -84,7 +84,7 @@ def test_rows_are_right(targets: Any, expected: Any, method: str, name: str, slo
     tokens, completions = decode(engine, REQUESTS)
     assert tokens == expected[method, name]
     stats = [completion.stats for completion in completions.values()]
-    assert sum(row.num_draft_tokens for row in stats) > 100
+    assert sum(row.num_draft_tokens for row in stats) > 50
     for row in stats:
         whole = row.num_target_forwards + row.num_accepted_draft_tokens
         assert row.completion_tokens in (whole, whole - 1)
@@ -148,7 +148,7 @@ def test_all_layers_but_none_less_draft_what_the_target_says() -> None:
     _, completions = decode(engine, REQUESTS)
     stats = [completion.stats for completion in completions.values()]
     drafted = sum(row.num_draft_tokens for row in stats)
-    assert drafted == sum(row.num_accepted_draft_tokens for row in stats) > 100
+    assert drafted == sum(row.num_accepted_draft_tokens for row in stats) > 50
 
 
 @pytest.mark.parametrize("model_type", [*FITTING])

@@ -161,9 +161,9 @@ def _first_problem(error: ValidationError) -> ConfigError:
         return ConfigError(".".join(location), "is required; set it in the config or with --set")
     message = problem["msg"].removeprefix("Value error, ")
     location = _without_union_branch(location)
-    if not location:  # a check over several sections names its own key
-        key, _, message = message.partition(": ")
-        return ConfigError(key, message)
+    if isinstance(problem.get("input"), dict) and problem["type"] == "value_error":
+        key, _, message = message.partition(": ")  # a check over several keys names its own
+        return ConfigError(".".join([*location, key]), message)
     depth = len(location)
     same = [p["msg"] for p in error.errors() if [str(x) for x in p["loc"][:depth]] == location]
     message = " or ".join(dict.fromkeys(m.removeprefix("Value error, ") for m in same))

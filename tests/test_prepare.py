@@ -141,3 +141,15 @@ def test_dry_run_counts_its_memory(
     # Two layers with two K/V heads of 16 in float32, and one such layer more.
     assert alone["KV"].startswith("cache   512 bytes a token")
     assert both["KV"].startswith("cache   768 bytes a token")
+
+
+@pytest.mark.parametrize("method", ["universal", "mtp_drafter"])
+def test_other_methods_take_any_vocabulary(
+    tmp_path: Path, check: Check, tiny_model_dir: Path, method: str
+) -> None:
+    folder = with_tokenizer(tmp_path / "swapped", swapped())
+    for drafter in (folder, tiny_model_dir):
+        job = check(drafter, f"decoding.method={method}")
+        assert job.drafter is not None and job.drafter.folder == drafter
+    with pytest.raises(ConfigError, match=r"^model\.drafter: no folder"):
+        check(tmp_path / "gone", f"decoding.method={method}")

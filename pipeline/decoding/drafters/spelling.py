@@ -68,6 +68,8 @@ class Spelling:
         for part in _NO_TEXT.split(text):
             if _NO_TEXT.fullmatch(part):
                 ids += self._spell_by_pieces(part.encode("utf-8", "surrogateescape"))
+            elif ids:
+                ids += self.spell_after(b"", part.encode())
             elif part:
                 ids += self._tokenizer(part, add_special_tokens=False, verbose=False)["input_ids"]
         return ids

@@ -10,6 +10,7 @@ for Heterogeneous Vocabularies", arXiv 2502.05202 (TLI and SLEM).
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import Any, Protocol
 
 import torch
@@ -29,6 +30,7 @@ class Vocabularies:
         self, target: Spelling, draft: Spelling, target_size: int, draft_size: int
     ) -> None:
         """`target_size`, `draft_size`: logits of the models."""
+        self.target_size = target_size
         self.target = target
         self.draft = draft
         self._special_ids = {text: index for index, text in draft.special.items()}
@@ -222,7 +224,8 @@ class TextTranslation(Translation):
         tokens = self._target.spell_after(before, data) if data else []
         if ends and self._target.eos is not None:
             tokens.append(self._target.eos)
-        return tokens[: drafting.limit]
+        size = self._vocabularies.target_size  # tokenizers may have more tokens than their models
+        return list(takewhile(lambda token: token < size, tokens))[: drafting.limit]
 
     def release(self, slot: int) -> None:
         self._rows.pop(slot, None)

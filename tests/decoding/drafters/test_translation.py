@@ -84,7 +84,9 @@ def test_what_is_spelled_is_what_was_asked_for(name: str) -> None:
         data = garbage + text.encode()
         ids = spelling.spell_after(before.encode(), data)
         assert spelling.data(ids) == data
-        assert spelling.data(spelling.spell(data)).removeprefix(b" ") == data.removeprefix(b" ")
+        if "▁" not in text:  # which is a space to some
+            spelled = spelling.data(spelling.spell(data))
+            assert spelled.removeprefix(b" ") == data.removeprefix(b" ")
 
     check()
 
@@ -152,7 +154,8 @@ def test_the_order_of_a_vocabulary_does_not_matter() -> None:
     places = permutation(512)
     other = Spelling(permuted_tokenizer(TOKENIZERS["byte-level"], places))
     both = Vocabularies(SPELLINGS["byte-level"], other, 512, 512)
-    assert both.same == dict(enumerate(places)) and both.overlap == 1.0
+    tokens = TOKENIZERS["byte-level"].get_vocab().values()
+    assert both.same == {token: places[token] for token in tokens} and both.overlap == 1.0
 
 
 # --- A row as the draft model sees it
@@ -269,6 +272,16 @@ def test_drafts_begin_where_the_row_ends() -> None:
         assert draft_of(translation, tokens[:cut], ids) == tokens[cut:]
         assert len(draft_of(translation, tokens[:cut], ids, limit=2)) <= 2
     assert draft_of(translation, tokens, []) == []
+
+
+def test_drafts_have_no_tokens_that_the_target_lacks() -> None:
+    tokens = ids_of("byte-level", "12 sacks on Monday, 34 on Tuesday")
+    size = tokens[7]
+    both = Vocabularies(SPELLINGS["byte-level"], SPELLINGS["smaller"], size, 400)
+    ids = ids_of("smaller", "12 sacks on Monday, 34 on Tuesday")
+    found = draft_of(TextTranslation(both, DraftChooser(size)), tokens[:1], ids[1:])
+    assert found == tokens[1 : 1 + len(found)] and max(found, default=0) < size
+    assert found or tokens[1] >= size
 
 
 def test_a_draft_may_end_the_row() -> None:

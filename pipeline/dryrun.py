@@ -1,5 +1,7 @@
 """`--dry-run`: what a run would do and need, from footers, a few rows and the model's config."""
 
+from dataclasses import replace
+from math import ceil
 from typing import Any
 
 from pipeline.config import RunConfig
@@ -11,7 +13,7 @@ from pipeline.decoding.checkpoint import (
     read_config,
 )
 from pipeline.decoding.loading import load_checkpoint_tokenizer
-from pipeline.decoding.memory import slot_budget
+from pipeline.decoding.memory import UNIVERSAL_PLACES, slot_budget
 from pipeline.prepare import Job, plan_run, prepare
 from pipeline.prompts import PromptRenderer, estimate_prompt_tokens
 from pipeline.store.ledger import Ledger
@@ -108,4 +110,7 @@ def _memory(job: Job) -> list[str]:
 
 def _size(job: Job, checkpoint: Checkpoint) -> ModelSize:
     parameters = count_parameters(checkpoint)
-    return estimate_memory(read_config(checkpoint), job.resolved.dtype, parameters)
+    size = estimate_memory(read_config(checkpoint), job.resolved.dtype, parameters)
+    if checkpoint is job.drafter and job.config.decoding.method == "universal":
+        return replace(size, kv_bytes_per_token=ceil(size.kv_bytes_per_token * UNIVERSAL_PLACES))
+    return size

@@ -5,7 +5,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from pipeline.config import RunConfig
+from pipeline.config import DRAFTER_OF, RunConfig
 from pipeline.decoding.checkpoint import (
     Checkpoint,
     read_config,
@@ -135,12 +135,14 @@ def _resolve(config: RunConfig, checkpoint: Checkpoint) -> Resolved:
 
 
 def _resolve_drafter(config: RunConfig, target: Checkpoint) -> Checkpoint | None:
-    """The draft model of `draft_model`, if its tokens are the target's."""
-    if config.decoding.method != "draft_model" or config.model.drafter is None:
+    """The checkpoint that the method drafts with; for `draft_model` only if its tokens are the
+    target's."""
+    method = config.decoding.method
+    if method not in DRAFTER_OF or config.model.drafter is None:
         return None
     drafter = resolve(config.model.drafter, key="model.drafter")
     _read_decoder_config(drafter)
-    if drafter.identity == target.identity:
+    if method != "draft_model" or drafter.identity == target.identity:
         return drafter
     from pipeline.decoding.loading import load_checkpoint_tokenizer  # imports transformers
     from pipeline.decoding.vocabulary import mismatch

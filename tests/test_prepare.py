@@ -137,7 +137,24 @@ def test_dry_run_counts_its_memory(
     folder = make_tiny_model(tmp_path / "small", num_hidden_layers=1)
     alone = lines("decoding.method=plain")
     both = lines(f"model.drafter={folder}")
+    more = lines(f"model.drafter={folder}", "decoding.method=universal")
+    target, same, longer = (
+        int(one["KV"].split()[1].replace(",", "")) for one in (alone, both, more)
+    )
+    assert longer - target == (same - target) * 3 // 2, "another tokenizer may take more tokens"
     assert "drafter" not in alone and both["drafter"] == str(folder)
     # Two layers with two K/V heads of 16 in float32, and one such layer more.
     assert alone["KV"].startswith("cache   512 bytes a token")
     assert both["KV"].startswith("cache   768 bytes a token")
+
+
+@pytest.mark.parametrize("method", ["universal", "mtp_drafter"])
+def test_other_methods_take_any_vocabulary(
+    tmp_path: Path, check: Check, tiny_model_dir: Path, method: str
+) -> None:
+    folder = with_tokenizer(tmp_path / "swapped", swapped())
+    for drafter in (folder, tiny_model_dir):
+        job = check(drafter, f"decoding.method={method}")
+        assert job.drafter is not None and job.drafter.folder == drafter
+    with pytest.raises(ConfigError, match=r"^model\.drafter: no folder"):
+        check(tmp_path / "gone", f"decoding.method={method}")

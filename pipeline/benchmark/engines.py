@@ -104,6 +104,7 @@ def drafter_of(models: Models, setup: EngineSetup, prefix: Sequence[int]) -> Dra
         decoding,
         models.target,
         models.drafter_files,
+        tokenizer=models.tokenizer,
         step_tokens=STEP_TOKENS["cpu"],
         prefix_token_ids=list(prefix),
     )

@@ -96,6 +96,7 @@ def _batched(
         config.decoding,
         model,
         DrafterCheckpoint(named, dtype, device) if named else None,
+        tokenizer=tokenizer,
         step_tokens=step_tokens,
         prefix_token_ids=prefix,
     )

@@ -10,6 +10,9 @@ MAX_SLOTS = {"cpu": 32, "cuda": 256}  # beyond, a step only takes longer
 # written is not taken.
 _SHARE = {"cpu": 0.5, "cuda": 0.9}
 _ROUNDING = 64
+# K/V places of a draft model with another tokenizer for each of the target's: it may take more
+# tokens for the same text.
+UNIVERSAL_PLACES = 1.5
 
 
 @dataclass(frozen=True)

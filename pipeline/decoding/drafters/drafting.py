@@ -76,7 +76,7 @@ class DraftChooser:
         """
         self.keeps_logits = False
         self._chooser = Chooser(vocab_size)
-        self._vocab_size = vocab_size
+        self.vocab_size = vocab_size
         self._confidence = confidence
         self._end_tokens = frozenset(end_tokens)
         self.last_logits: list[Tensor] = []
@@ -87,9 +87,9 @@ class DraftChooser:
         Args:
             logits: `[len(active), any vocab]`.
         """
-        logits = _fit(logits, self._vocab_size)
+        logits = _fit(logits, self.vocab_size)
         tokens = self._chooser.choose(logits, [drafting.position for drafting in active])
-        unsure = self._unsure(logits, tokens)
+        unsure = self.unsure(logits, tokens)
         for i, (drafting, token) in enumerate(zip(active, tokens, strict=True)):
             ends = drafting.row.sampling.end_tokens
             is_end = token in (self._end_tokens if ends is None else ends)
@@ -106,7 +106,8 @@ class DraftChooser:
             ]
         return [drafting.draft if drafting else [] for drafting in found]
 
-    def _unsure(self, logits: Tensor, tokens: Sequence[int]) -> list[bool]:
+    def unsure(self, logits: Tensor, tokens: Sequence[int]) -> list[bool]:
+        """Whether each token is less probable than it must be for its draft to go on."""
         if not self._confidence:
             return [False] * len(tokens)
         scores = logits.float()

@@ -13,6 +13,7 @@ from pipeline.decoding.drafters.early_exit import EarlyExitDrafter
 from pipeline.decoding.drafters.mtp import MtpDrafter, load_layers
 from pipeline.decoding.drafters.mtp_drafter import SharedKvDrafter
 from pipeline.decoding.drafters.prompt_lookup import PromptLookupDrafter
+from pipeline.decoding.drafters.universal import UniversalDrafter
 from pipeline.decoding.loading import end_tokens, load_model, load_tokenizer
 from pipeline.decoding.packing import pack_linears
 from pipeline.decoding.selftest import misfit
@@ -57,6 +58,7 @@ def make_drafter(
     target: Any,
     files: DrafterFiles | None,
     *,
+    tokenizer: Any,
     step_tokens: int,
     prefix_token_ids: list[int],
 ) -> Drafter | None:
@@ -64,6 +66,7 @@ def make_drafter(
 
     Args:
         files: of `model.drafter`, for methods that need one.
+        tokenizer: the target's.
         step_tokens: prompt tokens per prefill pass at most.
         prefix_token_ids: what all prompts begin with.
 
@@ -94,6 +97,15 @@ def make_drafter(
     reason = misfit(model)
     if reason:
         raise ConfigError(_KEY, f"cannot draft for many rows: {reason}; choose another model")
+    if method == "universal":
+        return UniversalDrafter(
+            model,
+            chooser,
+            tokenizer,
+            files.tokenizer(),
+            step_tokens=step_tokens,
+            prefix_token_ids=prefix_token_ids,
+        )
     return DraftModelDrafter(
         model, chooser, step_tokens=step_tokens, prefix_token_ids=prefix_token_ids
     )

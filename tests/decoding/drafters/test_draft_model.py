@@ -295,7 +295,14 @@ def test_loads_what_the_config_names(tiny_model_dir: Path) -> None:
 
     def load(reference: Path) -> Any:
         files = DrafterCheckpoint(str(reference), "float32", "cpu")
-        return make_drafter(decoding, make_model(), files, step_tokens=64, prefix_token_ids=[])
+        return make_drafter(
+            decoding,
+            make_model(),
+            files,
+            tokenizer=make_tokenizer(),
+            step_tokens=64,
+            prefix_token_ids=[],
+        )
 
     drafter = load(tiny_model_dir)
     drafter.resize(1, 64)

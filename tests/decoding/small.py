@@ -47,8 +47,9 @@ def make_small(model_type: str = "llama", seed: int = 0, spread: float = 1.0, **
 def drafter_for(target: Any, files: Any = None, **settings: Any) -> Drafter | None:
     """The drafter of `DecodingConfig(**settings)`."""
     decoding = DecodingConfig(**({"draft_confidence": 0} | settings))
-    drafter = make_drafter(decoding, target, files, step_tokens=64, prefix_token_ids=[])
-    return drafter
+    return make_drafter(
+        decoding, target, files, tokenizer=make_tokenizer(), step_tokens=64, prefix_token_ids=[]
+    )
 
 
 def draw(

@@ -1,0 +1,271 @@
+"""With trained models every method gives every row the tokens that it gets alone; and its drafts
+are accepted as often as those of transformers, which no output could tell."""
+
+import random
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers.modeling_layers import MtpModel
+
+from pipeline.config import DecodingConfig
+from pipeline.decoding.drafters.base import Drafter
+from pipeline.decoding.drafters.make import DrafterCheckpoint, make_drafter
+from pipeline.decoding.loading import load_model, load_tokenizer
+from pipeline.decoding.packing import pack_linears
+from pipeline.decoding.prefix import common_prefix
+from pipeline.records import Completion, GenerationRequest, SamplingParams
+from tests import zoo
+from tests.decoding.oracle import decode, generate, make_engine
+from tests.zoo import corpus
+from tests.zoo.deepseek import published_tensors
+
+
+@dataclass(frozen=True)
+class Case:
+    """A method with its models, and what share of its greedy drafts must be accepted."""
+
+    target: str
+    floor: float
+    num_draft_tokens: int = 4
+    drafter: str | None = None
+    settings: dict[str, Any] = field(default_factory=dict)
+
+
+CASES = {
+    "draft_model": Case("target", 0.5, drafter="draft", settings={"method": "draft_model"}),
+    "early_exit": Case("layerskip", 0.5, settings={"method": "early_exit", "exit_layer": 2}),
+    "mtp1": Case("mtp1", 0.5, 1, settings={"method": "mtp"}),
+    "mtp2": Case("mtp2", 0.5, 2, settings={"method": "mtp"}),
+    "mtp_drafter": Case(
+        "gemma4", 0.5, drafter="gemma4_assistant", settings={"method": "mtp_drafter"}
+    ),
+}
+PARAMS = {
+    "greedy": SamplingParams(),
+    "sampled": SamplingParams(temperature=0.8, top_p=0.95, repetition_penalty=1.1, seed=3),
+}
+LENGTHS = [1, 2, 5, 9, 17, 30, 41, 56, 70, 83, 101, 120]  # of prompts, in tokens
+BUDGETS = [24, 2, 9, 1, 30, 13, 5, 17, 36, 3, 21, 28]  # rows finish at different times
+ROWS = list(range(len(LENGTHS)))
+IDS: list[int] = corpus.token_ids(corpus.make_text_tokenizer()).tolist()
+HEAD = IDS[:12]  # what half of the prompts begin with
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@cache
+def target(name: str) -> tuple[Any, Any]:
+    """Loaded as for a run, with packed layers."""
+    folder = zoo.path(name)
+    model = load_model(folder, "float32", "cpu")
+    pack_linears(model)
+    return model, load_tokenizer(folder)
+
+
+def prompt(i: int) -> list[int]:
+    """From somewhere in the text; every other one that is long enough begins with `HEAD`."""
+    start = (i + 1) * len(IDS) // (len(LENGTHS) + 2)
+    ids = IDS[start : start + LENGTHS[i]]
+    return HEAD + ids[len(HEAD) :] if i % 2 and len(ids) > len(HEAD) else ids
+
+
+def requests(params: SamplingParams) -> list[GenerationRequest]:
+    return [
+        GenerationRequest(f"f:{i}", prompt(i), replace(params, max_new_tokens=BUDGETS[i]))
+        for i in ROWS
+    ]
+
+
+@cache
+def expected(name: str, kind: str) -> dict[str, list[int]]:
+    """The target's own tokens, from transformers."""
+    model, _ = target(name)
+    return {
+        r.row_key: generate(model, r.prompt_token_ids, r.row_key, r.sampling or SamplingParams())
+        for r in requests(PARAMS[kind])
+    }
+
+
+def drafter_of(
+    case: Case, drafter_folder: Path | None, *, chunk: int, prefix: Sequence[int], confidence: float
+) -> Drafter:
+    model, _ = target(case.target)
+    config = DecodingConfig.model_validate(
+        case.settings | {"num_draft_tokens": case.num_draft_tokens, "draft_confidence": confidence}
+    )
+    folder = drafter_folder or (zoo.path(case.drafter) if case.drafter else None)
+    files = DrafterCheckpoint(str(folder), "float32", "cpu") if folder else None
+    made = make_drafter(config, model, files, step_tokens=chunk, prefix_token_ids=list(prefix))
+    assert made is not None
+    return made
+
+
+def run(
+    case: Case,
+    rows: Sequence[GenerationRequest],
+    *,
+    slots: int = 4,
+    chunk: int = 64,
+    prefix: Sequence[int] = (),
+    confidence: float = 0.0,
+    drafter_folder: Path | None = None,
+) -> tuple[dict[str, list[int]], dict[str, Completion]]:
+    engine = make_engine(
+        *target(case.target),
+        slots,
+        step_tokens=chunk,
+        method=case.settings["method"],
+        drafter=drafter_of(case, drafter_folder, chunk=chunk, prefix=prefix, confidence=confidence),
+        num_draft_tokens=case.num_draft_tokens,
+        prefix_token_ids=prefix,
+    )
+    return decode(engine, random.Random(slots).sample(list(rows), len(rows)))
+
+
+def acceptance(completions: dict[str, Completion]) -> float:
+    stats = [completion.stats for completion in completions.values()]
+    drafted = sum(s.num_draft_tokens for s in stats)
+    return sum(s.num_accepted_draft_tokens for s in stats) / drafted
+
+
+def check_counts(completions: dict[str, Completion]) -> None:
+    """Every pass yields one token beside the accepted ones, unless a draft token ends the row."""
+    for completion in completions.values():
+        stats = completion.stats
+        yielded = stats.num_target_forwards + stats.num_accepted_draft_tokens
+        assert stats.completion_tokens in (yielded, yielded - 1), completion
+        if completion.finish_reason == "length":
+            assert stats.completion_tokens == yielded, "a draft leaves room for a bonus token"
+
+
+@pytest.mark.parametrize("slots", [1, 4, 16])
+@pytest.mark.parametrize("kind", PARAMS)
+@pytest.mark.parametrize("name", CASES)
+def test_trained_drafters_change_no_row(name: str, kind: str, slots: int) -> None:
+    case = CASES[name]
+    chunk, prefix, confidence = {1: (512, (), 0.0), 4: (7, HEAD, 0.0), 16: (64, HEAD, 0.4)}[slots]
+    tokens, completions = run(
+        case,
+        requests(PARAMS[kind]),
+        slots=slots,
+        chunk=chunk,
+        prefix=prefix,
+        confidence=confidence,
+    )
+    assert tokens == expected(case.target, kind)
+    check_counts(completions)
+    if kind == "greedy":
+        assert acceptance(completions) > case.floor
+
+
+def their_acceptance(case: Case, rows: Sequence[GenerationRequest]) -> float:
+    """Of transformers' own assisted generation, row by row, with drafts of the same length."""
+    model = load_model(zoo.path(case.target), "float32", "cpu")
+    settings: dict[str, Any] = {}
+    assistant = model
+    if case.drafter is not None:
+        folder = zoo.path(case.drafter)
+        settings["assistant_model"] = assistant = load_model(folder, "float32", "cpu")
+    elif case.settings["method"] == "mtp":
+        know_layers(model)
+        settings["use_mtp"] = True
+    else:
+        settings["assistant_early_exit"] = case.settings["exit_layer"]
+    assistant.generation_config.num_assistant_tokens = case.num_draft_tokens
+    assistant.generation_config.num_assistant_tokens_schedule = "constant"
+    assistant.generation_config.assistant_confidence_threshold = 0.0
+    drafted = accepted = 0
+    for row in rows:
+        ids = torch.tensor([row.prompt_token_ids])
+        budget = row.sampling.max_new_tokens if row.sampling else 0
+        with recorded_drafts(model) as drafts:
+            output = model.generate(
+                ids,
+                attention_mask=torch.ones_like(ids),
+                do_sample=False,
+                max_new_tokens=budget,
+                **settings,
+            )
+        tokens = output[0].tolist()
+        for place, draft in drafts:
+            rest = tokens[place:]
+            draft = draft[: len(rest)]
+            drafted += len(draft)
+            accepted += common_prefix(draft, rest)
+    return accepted / drafted
+
+
+def know_layers(model: Any) -> None:
+    """Make transformers find MTP layers whose number is not that of the published model."""
+    first = model.config.num_hidden_layers
+    numbers = range(first, first + model.config.num_nextn_predict_layers)
+    model._keys_to_ignore_on_load_unexpected = [rf"layers\.{n}\." for n in numbers]
+
+
+@contextmanager
+def recorded_drafts(model: Any) -> Iterator[list[tuple[int, list[int]]]]:
+    """All drafts of `model.generate()`, each with its place in the row."""
+    drafts: list[tuple[int, list[int]]] = []
+
+    def make(*args: Any, **kwargs: Any) -> Any:
+        generator = type(model)._get_candidate_generator(model, *args, **kwargs)
+        get = generator.get_candidates
+
+        def get_candidates(input_ids: Any, **kwargs: Any) -> Any:
+            found = get(input_ids, **kwargs)
+            place = input_ids.shape[1]
+            drafts.append((place, found[0][0, place:].tolist()))
+            return found
+
+        generator.get_candidates = get_candidates
+        return generator
+
+    model._get_candidate_generator = make
+    yield drafts
+    del model._get_candidate_generator
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_drafts_are_as_good_as_those_of_transformers(name: str) -> None:
+    rows = [
+        GenerationRequest(f"f:{i}", prompt(i), SamplingParams(max_new_tokens=40))
+        for i in ROWS[1::2]
+    ]
+    case = CASES[name]
+    _, completions = run(case, rows)
+    theirs = their_acceptance(case, rows)
+    assert acceptance(completions) >= theirs - 0.02, (acceptance(completions), theirs)
+
+
+@pytest.mark.parametrize("name", ["mtp1", "mtp2"])
+def test_checkpoints_hold_mtp_layers_as_published(name: str) -> None:
+    """What is loaded is what was saved, bit by bit."""
+    model = load_model(zoo.path(name), "float32", "cpu")
+    first = model.config.num_hidden_layers
+    saved = load_file(zoo.path(name) / "model.safetensors")
+    know_layers(model)
+    layers = MtpModel.from_pretrained(model)
+    loaded = published_tensors(layers, first)
+    number = re.compile(r"model\.layers\.(\d+)\.")
+    published = {
+        key: tensor
+        for key, tensor in saved.items()
+        if (match := number.match(key)) and int(match[1]) >= first
+    }
+    assert len(layers.layers) == int(name[-1])
+    assert loaded.keys() == published.keys()
+    assert all(torch.equal(loaded[key], published[key]) for key in loaded)

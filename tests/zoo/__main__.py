@@ -11,7 +11,7 @@ def main() -> None:
         folder = zoo.path(name)
         seconds = time.monotonic() - started
         megabytes = sum(file.stat().st_size for file in folder.iterdir()) / 1e6
-        print(f"{name:16} {seconds:6.1f} s {megabytes:6.2f} MB  {folder}")
+        print(f"{name:16} {seconds:6.1f} s {megabytes:6.2f} MB  {folder}", flush=True)
 
 
 if __name__ == "__main__":

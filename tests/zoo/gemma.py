@@ -48,7 +48,7 @@ def make_target(folder: Path) -> None:
     )
     tokenizer = corpus.make_text_tokenizer()
     model = Gemma4ForCausalLM(config)
-    train_on_text(model, tokenizer, steps=160)
+    train_on_text(model, tokenizer, steps=180)
     save(model, tokenizer, folder)
 
 

@@ -28,7 +28,7 @@ _DROPPED = 0.2  # of the last layer; those before it less
 def make_target(folder: Path) -> None:
     tokenizer = corpus.make_text_tokenizer()
     model = _model()
-    train_on_text(model, tokenizer, steps=160)
+    train_on_text(model, tokenizer, steps=180)
     save(model, tokenizer, folder)
 
 
@@ -78,7 +78,7 @@ def make_layerskip(folder: Path) -> None:
                 total = total + scale * next_token_loss(logits, ids)
         return total
 
-    train(model.parameters(), loss, text_windows(corpus.token_ids(tokenizer)), steps=160)
+    train(model.parameters(), loss, text_windows(corpus.token_ids(tokenizer)), steps=180)
     save(model, tokenizer, folder)
 
 

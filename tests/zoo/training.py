@@ -10,7 +10,7 @@ from torch.nn.functional import cross_entropy, log_softmax
 
 from tests.zoo import corpus
 
-BATCH = 16
+BATCH = 8
 LENGTH = 160  # tokens of a window, as long as any row of the tests
 _OWN = 48  # windows that a model writes itself
 _OWN_PROMPT = 8

@@ -53,7 +53,7 @@ PARAMS = {
     "sampled": SamplingParams(temperature=0.8, top_p=0.95, repetition_penalty=1.1, seed=3),
 }
 LENGTHS = [1, 2, 5, 9, 17, 30, 41, 56, 70, 83, 101, 120]  # of prompts, in tokens
-BUDGETS = [24, 2, 9, 1, 30, 13, 5, 17, 36, 3, 21, 28]  # rows finish at different times
+BUDGETS = [16, 2, 9, 1, 24, 13, 5, 11, 28, 3, 20, 18]  # rows finish at different times
 ROWS = list(range(len(LENGTHS)))
 IDS: list[int] = corpus.token_ids(corpus.make_text_tokenizer()).tolist()
 HEAD = IDS[:12]  # what half of the prompts begin with

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from tests import tiny
-from tests.zoo import corpus, deepseek, gemma, llama, training
+from tests.zoo import assistant, corpus, deepseek, gemma, llama, training
 
 _LIBRARIES = ("tokenizers", "torch", "transformers")
 
@@ -40,7 +40,7 @@ RECIPES = {
     "mtp1": Recipe(deepseek.make_mtp1, ("deepseek",)),
     "mtp2": Recipe(deepseek.make_mtp2, ("deepseek",)),
     "gemma4": Recipe(gemma.make_target),
-    "gemma4_assistant": Recipe(gemma.make_assistant, ("gemma4",)),
+    "gemma4_assistant": Recipe(assistant.make_assistant, ("gemma4",)),
 }
 
 

@@ -10,8 +10,8 @@ import torch
 from tests.tiny import TEXT, make_tokenizer
 
 _DATA = Path(__file__).parents[1] / "data"
-_MESSAGE = 5000  # characters of one message to Congress
-_SENTENCES = 24  # of an interface, in two languages each
+_MESSAGE = 2000  # characters of one message to Congress
+_SENTENCES = 10  # of an interface, in two languages each
 
 
 @cache

@@ -80,7 +80,7 @@ def _make_mtp(folder: Path, source: Path, count: int) -> None:
         return total
 
     windows = mixed_windows(target, corpus.token_ids(tokenizer))
-    train(mtp.layers.parameters(), loss, windows, steps=100)
+    train(mtp.layers.parameters(), loss, windows, steps=140)
     save(target, tokenizer, folder)
     _add_layers(folder, mtp)
 

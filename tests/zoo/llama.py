@@ -20,7 +20,12 @@ from tests.zoo.training import (
     train_on_text,
 )
 
-_SMALL = {"hidden_size": 48, "intermediate_size": 128, "num_hidden_layers": 2}
+_SMALL: dict[str, Any] = {
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "tie_word_embeddings": True,
+}
 EXIT_LAYER = 2
 _DROPPED = 0.2  # of the last layer; those before it less
 
@@ -43,7 +48,7 @@ def make_draft(folder: Path, target: Path) -> None:
         return imitation_loss(model(ids, use_cache=False).logits, wanted)
 
     windows = mixed_windows(teacher, corpus.token_ids(tokenizer))
-    train(model.parameters(), loss, windows, steps=200)
+    train(model.parameters(), loss, windows, steps=300)
     save(model, tokenizer, folder)
 
 
@@ -78,7 +83,7 @@ def make_layerskip(folder: Path) -> None:
                 total = total + scale * next_token_loss(logits, ids)
         return total
 
-    train(model.parameters(), loss, text_windows(corpus.token_ids(tokenizer)), steps=180)
+    train(model.parameters(), loss, text_windows(corpus.token_ids(tokenizer)), steps=150)
     save(model, tokenizer, folder)
 
 

@@ -17,6 +17,7 @@ from safetensors.torch import load_file
 from transformers.modeling_layers import MtpModel
 
 from pipeline.config import DecodingConfig
+from pipeline.decoding.control import Bucket, ControlClock
 from pipeline.decoding.drafters.base import Drafter, DraftRow
 from pipeline.decoding.drafters.make import DrafterCheckpoint, make_drafter
 from pipeline.decoding.loading import load_model, load_tokenizer
@@ -37,17 +38,17 @@ class Case:
     floor: float
     num_draft_tokens: int = 4
     drafter: str | None = None
-    same: float = 1.0  # share of drafts, of those behind the same tokens, that transformers shares
+    same: float = 1.0  # share of drafts behind the same tokens that transformers makes too
     settings: dict[str, Any] = field(default_factory=dict)
 
 
 CASES = {
-    "draft_model": Case("target", 0.5, drafter="draft", settings={"method": "draft_model"}),
-    "early_exit": Case("layerskip", 0.5, settings={"method": "early_exit", "exit_layer": 2}),
-    "mtp1": Case("mtp1", 0.5, 1, settings={"method": "mtp"}),
-    "mtp2": Case("mtp2", 0.5, 2, settings={"method": "mtp"}),
+    "draft_model": Case("target", 0.65, drafter="draft", settings={"method": "draft_model"}),
+    "early_exit": Case("layerskip", 0.9, settings={"method": "early_exit", "exit_layer": 2}),
+    "mtp1": Case("mtp1", 0.75, 1, settings={"method": "mtp"}),
+    "mtp2": Case("mtp2", 0.7, 2, settings={"method": "mtp"}),
     "mtp_drafter": Case(
-        "gemma4", 0.5, 3, drafter="gemma4_assistant", settings={"method": "mtp_drafter"}
+        "gemma4", 0.55, 3, drafter="gemma4_assistant", settings={"method": "mtp_drafter"}
     ),
 }
 PARAMS = {
@@ -128,8 +129,6 @@ def run(
     drafts: dict[tuple[int, ...], list[int]] | None = None,
 ) -> tuple[dict[str, list[int]], dict[str, Completion]]:
     drafter = drafter_of(case, drafter_folder, chunk=chunk, prefix=prefix, confidence=confidence)
-    if drafts is not None:
-        record(drafter, drafts)
     engine = make_engine(
         *target(case.target),
         slots,
@@ -139,7 +138,17 @@ def run(
         num_draft_tokens=case.num_draft_tokens,
         prefix_token_ids=prefix,
     )
+    if drafts is not None:
+        record(drafter, drafts)
+        engine._clock = NeverControl()
     return decode(engine, random.Random(slots).sample(list(rows), len(rows)))
+
+
+class NeverControl(ControlClock):
+    """Every step drafts, as in transformers."""
+
+    def wants_control(self, bucket: Bucket) -> bool:
+        return False
 
 
 def record(drafter: Drafter, drafts: dict[tuple[int, ...], list[int]]) -> None:
@@ -266,7 +275,7 @@ def recorded_drafts(model: Any) -> Iterator[dict[tuple[int, ...], list[int]]]:
 @pytest.mark.parametrize("name", CASES)
 def test_drafts_are_as_good_as_those_of_transformers(name: str) -> None:
     case, budget = CASES[name], 30
-    prompts = [prompt(i) for i in ROWS[1::2]]
+    prompts = [prompt(i) for i in ROWS[2:]]  # their second MTP layer fails on shorter ones
     if case.settings["method"] in ("draft_model", "early_exit"):
         # They draft before the target has seen the prompt: begin one token later.
         model, _ = target(case.target)
@@ -282,7 +291,7 @@ def test_drafts_are_as_good_as_those_of_transformers(name: str) -> None:
     assert acceptance(completions) >= other.accepted / other.drafted - 0.02
     both = [(ours[before], other.drafts[before]) for before in ours.keys() & other.drafts.keys()]
     same = sum(common_prefix(a, b) == min(len(a), len(b)) for a, b in both)
-    assert len(both) > 20 and same >= case.same * len(both), (same, len(both))
+    assert len(both) >= 0.9 * len(ours) and same >= case.same * len(both), (same, len(both))
 
 
 @pytest.mark.parametrize("name", ["mtp1", "mtp2"])

@@ -27,8 +27,8 @@ left?" she asks. "None," he says, "none at all." Then they load the cart and dri
 the next town."""
 
 
-def make_tokenizer(vocab_size: int = 512) -> Any:
-    """A byte-level BPE tokenizer with a chat template; it can spell any text."""
+def make_tokenizer(vocab_size: int = 512, text: str = TEXT) -> Any:
+    """A byte-level BPE tokenizer with a chat template, made for `text`; it can spell any other."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -38,7 +38,7 @@ def make_tokenizer(vocab_size: int = 512) -> Any:
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    tokenizer.train_from_iterator([TEXT], trainer)
+    tokenizer.train_from_iterator([text], trainer)
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         eos_token=END_OF_TURN,

@@ -46,7 +46,8 @@ class DrafterCheckpoint(DrafterFiles):
 
     def model(self) -> Any:
         model = load_model(self._folder, self._dtype, self._device, key=_KEY)
-        pack_linears(model)
+        # a head of ordered embeddings is read by its weight, which a packed layer has no more
+        pack_linears(model.model if getattr(model, "masked_embedding", None) else model)
         return model
 
     def tokenizer(self) -> Any:

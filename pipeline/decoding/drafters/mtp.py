@@ -112,7 +112,8 @@ class MtpDrafter(ModelDrafter):
         behind = []
         for drafting in started:
             slot, row = self._slots[drafting.row.slot], drafting.row
-            first, stop = min(slot.right), len(row.tokens) - self._depths  # all chains known
+            # all chains known, and one place left to draft from
+            first, stop = min(slot.right), len(row.tokens) - max(self._depths, 2)
             if stop - first > _FEW:
                 behind.append(Span(row.slot, first, range(first, stop)))
                 slot.right = [stop] * self._depths

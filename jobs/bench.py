@@ -46,6 +46,7 @@ def generate(
     exit_layer: Annotated[int | None, typer.Option(help="Of early_exit.")] = None,
     draft_confidence: Annotated[float, typer.Option(help="0: drafts of full length.")] = 0.4,
     lookup_min: Annotated[int, typer.Option(help="decoding.prompt_lookup_min of ours.")] = 2,
+    chat: Annotated[bool, typer.Option(help="Prompts as user turns.")] = True,
     few_shot_prefix: Annotated[
         str | None, typer.Option(help="Text before each prompt: a file, or `auto` for our own.")
     ] = None,
@@ -85,6 +86,7 @@ def generate(
             exit_layer=exit_layer,
             draft_confidence=draft_confidence,
             lookup_min=lookup_min,
+            chat=chat,
             few_shot_prefix=few_shot_prefix,
             share_prefix=share_prefix,
             ignore_eos=ignore_eos,

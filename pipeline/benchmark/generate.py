@@ -41,6 +41,7 @@ class Settings:
     exit_layer: int | None = None
     draft_confidence: float = 0.4
     lookup_min: int = 2
+    chat: bool = True
     few_shot_prefix: str | None = None
     share_prefix: bool = True
     ignore_eos: bool = False
@@ -74,6 +75,7 @@ def measure(settings: Settings, save: Callable[[Results], None]) -> Results:
         max_new_tokens=settings.max_new_tokens,
         head=head_text(settings.few_shot_prefix),
         ignore_end=settings.ignore_eos,
+        chat=settings.chat,
     )
     contenders = [make() for make in selected(settings, models)]
     names = [contender.name for contender in contenders]

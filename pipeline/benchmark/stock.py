@@ -13,6 +13,7 @@ from transformers import GenerationConfig, StoppingCriteriaList
 from pipeline.benchmark.models import Models
 from pipeline.benchmark.runs import Run
 from pipeline.benchmark.workload import Workload
+from pipeline.decoding.drafters.mtp import know_layers
 from pipeline.decoding.loading import end_tokens
 from pipeline.sections import Method
 
@@ -86,6 +87,7 @@ def stock_drafts(
     if method == "early_exit":
         return StockDrafts({"assistant_early_exit": exit_layer}, {}, bounds)
     if method == "mtp":
+        know_layers(models.stock)
         return StockDrafts({"use_mtp": True})
     arguments = {"assistant_model": models.stock_drafter}
     if method == "universal":

@@ -56,18 +56,20 @@ def load_workload(
     max_new_tokens: int,
     head: str = "",
     ignore_end: bool = False,
+    chat: bool = True,
 ) -> Workload:
     """Rows of `path`: an object with a `prompt` a line.
 
     Args:
         task: keep the rows whose `task` is this.
         head: text put before every prompt.
+        chat: make it a user turn, where the tokenizer has a chat template.
 
     Raises:
         ConfigError: if the file cannot be read or has no such rows.
     """
     texts = [head + text for text in read_prompts(path, task, limit)]
-    prompts = [render(tokenizer, text) for text in texts]
+    prompts = [render(tokenizer, text, chat=chat) for text in texts]
     return Workload(texts, prompts, max_new_tokens, ignore_end)
 
 
@@ -89,9 +91,9 @@ def read_prompts(path: Path, task: str | None, limit: int | None) -> list[str]:
     return texts[:limit]
 
 
-def render(tokenizer: Any, text: str) -> list[int]:
+def render(tokenizer: Any, text: str, *, chat: bool = True) -> list[int]:
     """Token ids of one user turn; of the bare text where the tokenizer has no chat template."""
-    if not tokenizer.chat_template:
+    if not chat or not tokenizer.chat_template:
         ids: list[int] = tokenizer(text)["input_ids"]
         return ids
     chat = [{"role": "user", "content": text}]

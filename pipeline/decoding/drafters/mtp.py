@@ -172,6 +172,16 @@ def _layer_bytes(config: Any, itemsize: int) -> int:
     return int(2 * heads * width * itemsize)
 
 
+def know_layers(target: Any) -> None:
+    """Have transformers take the layers behind the target's own for MTP layers: by itself it knows
+    those of the published sizes only."""
+    config = target.config.get_text_config()
+    first = config.num_hidden_layers
+    numbers = [rf"layers\.{n}\." for n in range(first, first + config.num_mtp_layers)]
+    known = target._keys_to_ignore_on_load_unexpected or []
+    target._keys_to_ignore_on_load_unexpected = [*known, *numbers]
+
+
 def load_layers(target: Any) -> Any:
     """transformers' `MtpModel` with the weights in the target's own checkpoint folder.
 
@@ -184,11 +194,8 @@ def load_layers(target: Any) -> Any:
     if not count:
         problem = f"mtp needs MTP layers, and this model ({name}) has no num_nextn_predict_layers"
         raise ConfigError("decoding.method", f"{problem}; use another method")
-    first = config.num_hidden_layers
-    # Stock models know the layer numbers of their published sizes only.
-    known = target._keys_to_ignore_on_load_unexpected or []
-    numbers = [rf"layers\.{n}\." for n in range(first, first + count)]
-    target._keys_to_ignore_on_load_unexpected = [*known, *numbers]
+    known = target._keys_to_ignore_on_load_unexpected
+    know_layers(target)
     try:
         layers = MtpModel.from_pretrained(target)
     except (RuntimeError, ValueError, OSError) as error:

@@ -96,8 +96,8 @@ def render(tokenizer: Any, text: str, *, chat: bool = True) -> list[int]:
     if not chat or not tokenizer.chat_template:
         ids: list[int] = tokenizer(text)["input_ids"]
         return ids
-    chat = [{"role": "user", "content": text}]
-    marked = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
+    turns = [{"role": "user", "content": text}]
+    marked = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
     ids = tokenizer(marked, add_special_tokens=False)["input_ids"]
     return ids
 

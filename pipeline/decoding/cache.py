@@ -39,10 +39,9 @@ class SlotCache:
         step = active_step()
         if layer_idx not in self._layers:
             self._layers[layer_idx] = (self._allocate(keys), self._allocate(values))
-        views = self.views(layer_idx, step)
-        for view, new in zip(views, (keys, values), strict=True):
-            _write(view, new[0], step)
-        return views
+        for part, new in zip(self._layers[layer_idx], (keys, values), strict=True):
+            _write(part, new[0], step)
+        return self.views(layer_idx, step)
 
     def views(self, layer_idx: int, step: Step) -> tuple[torch.Tensor, torch.Tensor]:
         """A layer's K and V as far as the step reads: see `update`."""
@@ -96,14 +95,16 @@ class SlotCache:
         return len(self._layers)
 
 
-def _write(view: torch.Tensor, new: torch.Tensor, step: Step) -> None:
-    """`new` `[kv_heads, N, head_dim]` into its places in `view`."""
+def _write(part: torch.Tensor, new: torch.Tensor, step: Step) -> None:
+    """`new` `[kv_heads, N, head_dim]` into its places in `part`, a layer's storage."""
     if step.decoding:
-        view[step.slots, :, step.positions] = new.transpose(0, 1)
+        rows = part.view(-1, part.shape[3])  # a copy by rows takes a third of indexing's time
+        places = step.places(part.shape[1], part.shape[2])
+        rows.index_copy_(0, places, new.transpose(0, 1).reshape(-1, part.shape[3]))
         return
     for i, span in enumerate(step.spans):  # long runs: plain copies
         tokens = slice(step.offsets[i], step.offsets[i + 1])
-        view[span.slot - step.first_slot, :, span.start : span.stop] = new[:, tokens]
+        part[span.slot, :, span.start : span.stop] = new[:, tokens]
 
 
 def lazy_zeros(shape: tuple[int, ...], like: torch.Tensor) -> torch.Tensor:

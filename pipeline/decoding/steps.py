@@ -57,6 +57,7 @@ class Step:
         self.max_count = max(self.counts)
         self.kv_len = max(span.stop for span in self.spans)
         self.masks: dict[Any, torch.Tensor] = {}  # kept by the attention, by its own keys
+        self._places: dict[tuple[int, int], torch.Tensor] = {}
 
     @property
     def num_tokens(self) -> int:
@@ -103,6 +104,17 @@ class Step:
             self._tensor([span.start for span in self.spans]),
             self._tensor(self.offsets),
         )
+
+    def places(self, heads: int, length: int) -> torch.Tensor:
+        """Where the tokens' heads lie in storage `[slots, heads, length, ...]` whose first three
+        axes are one: int64 `[N * heads]`, token by token."""
+        found = self._places.get((heads, length))
+        if found is None:
+            of_heads = torch.arange(heads, device=self.device)
+            slots = (self.slots + self.first_slot)[:, None]
+            found = ((slots * heads + of_heads) * length + self.positions[:, None]).flatten()
+            self._places[heads, length] = found
+        return found
 
     @cached_property
     def is_even(self) -> bool:

@@ -126,12 +126,33 @@ def _resolve(config: RunConfig, checkpoint: Checkpoint) -> Resolved:
             f"{config.decoding.max_new_tokens} leaves no room for a prompt in the {limit} tokens "
             "of resources.max_model_len; lower it",
         )
+    _check_method(config, model)
     from pipeline.decoding.loading import resolve_device, resolve_dtype  # imports torch
 
     num_gpus = _resolve_gpus(config)
     device = resolve_device(config.model.device, num_gpus)
     dtype = resolve_dtype(config.model.dtype, device)
     return Resolved(checkpoint.identity, device, dtype, limit, num_gpus)
+
+
+def _check_method(config: RunConfig, model: dict[str, Any]) -> None:
+    """What `early_exit` and `mtp` need of the target, as far as its config.json tells."""
+    text = model.get("text_config") or model
+    name, decoding = config.model.target, config.decoding
+    method, exit_layer = decoding.method, decoding.exit_layer
+    counts = (text.get("num_nextn_predict_layers"), text.get("num_mtp_layers"))  # either name
+    if method == "mtp" and not any(counts):
+        raise ConfigError(
+            "decoding.method",
+            f"mtp needs MTP layers, and {name} has no num_nextn_predict_layers in its config; use "
+            "another method",
+        )
+    layers = text.get("num_hidden_layers")
+    if method == "early_exit" and exit_layer is not None and layers and exit_layer >= layers:
+        raise ConfigError(
+            "decoding.exit_layer",
+            f"{exit_layer} is not fewer than the {layers} layers of {name}; choose a lower one",
+        )
 
 
 def _resolve_drafter(config: RunConfig, target: Checkpoint) -> Checkpoint | None:

@@ -159,7 +159,11 @@ def test_output_must_not_feed_the_input(corpus, tiny_model_dir):
         (["prompt.template='{headline}: {text}'"], "prompt.template: "),
         (["input.text_column=body"], "input.text_column: "),
         (["output.text_column=id"], "output.text_column: "),
-        (["decoding.method=mtp"], "decoding.method: "),
+        (["decoding.method=mtp"], "decoding.method: mtp needs MTP layers, and "),
+        (
+            ["decoding.method=early_exit", "decoding.exit_layer=30"],
+            "decoding.exit_layer: 30 is not ",
+        ),
         (["decoding.max_new_tokens=9000"], "decoding.max_new_tokens: "),
     ],
 )

@@ -1,5 +1,6 @@
 """From a request to a row: what makes no sense is refused before it costs a slot."""
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -11,6 +12,23 @@ from pipeline.decoding.sampling import noise_key
 from pipeline.decoding.stopping import RowEnd, StopStrings
 from pipeline.errors import RowError
 from pipeline.records import GenerationRequest, SamplingParams
+
+
+def room_for(prompt: Sequence[int], max_model_len: int, vocab_size: int) -> int:
+    """Completion tokens that the model has room for behind a prompt.
+
+    Raises:
+        RowError: if there is none, or the prompt makes no sense.
+    """
+    room = max_model_len - len(prompt)
+    if not len(prompt):
+        raise RowError("empty_prompt", "the prompt has no tokens")
+    if room < 1:
+        problem = f"the prompt has {len(prompt)} tokens; {max_model_len - 1} fit the model"
+        raise RowError("prompt_too_long", problem)
+    if min(prompt) < 0 or max(prompt) >= vocab_size:  # on a GPU it would end the process
+        raise RowError("bad_token", f"a token id is outside 0 to {vocab_size - 1}")
+    return room
 
 
 class Admission:
@@ -40,16 +58,7 @@ class Admission:
             RowError: for a request that makes no sense.
         """
         prompt = request.prompt_token_ids
-        room = self._max_model_len - len(prompt)
-        if not len(prompt):
-            raise RowError("empty_prompt", "the prompt has no tokens")
-        if room < 1:
-            raise RowError(
-                "prompt_too_long",
-                f"the prompt has {len(prompt)} tokens; {self._max_model_len - 1} fit the model",
-            )
-        if min(prompt) < 0 or max(prompt) >= self._vocab_size:  # on a GPU it would end the process
-            raise RowError("bad_token", f"a token id is outside 0 to {self._vocab_size - 1}")
+        room = room_for(prompt, self._max_model_len, self._vocab_size)
         sampling = request.sampling or self._sampling
         validate_params(sampling, self._vocab_size)
         if sampling.stop not in self._stops:

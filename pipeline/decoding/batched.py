@@ -185,10 +185,9 @@ class BatchedEngine:
 
     def _decode(self, rows: list[Row]) -> list[Completion]:
         bucket = bucket_of(len(rows), sum(len(row.tokens) for row in rows) / len(rows))
-        drafts: list[list[int]] = [[] for _ in rows]
+        drafting = self._drafter is not None and not self._is_control(rows, bucket)
         started = time.perf_counter()
-        if self._drafter is not None and not self._is_control(rows, bucket):
-            drafts = self._propose(rows)
+        drafts = self._propose(rows) if drafting else [[] for _ in rows]
         drafted = time.perf_counter()
         step, verified = self._verify(rows, drafts)
         seconds = time.perf_counter() - drafted

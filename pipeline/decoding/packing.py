@@ -43,13 +43,15 @@ class PackedLinear(nn.Module):
 
 
 @torch.inference_mode()
-def pack_linears(model: nn.Module) -> int:
+def pack_linears(model: Any) -> int:
     """Replace the linear layers of a model on CPU in place; the number of those that could be.
 
     A packed weight takes the plain one's memory, unless an embedding shares that and keeps it.
     """
     if next(model.parameters()).device.type != "cpu":
         return 0
+    if getattr(model, "masked_embedding", None) is not None:
+        model = model.model  # ordered embeddings read the head's weight, which would be gone
     packed = failures = 0
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):

@@ -16,6 +16,7 @@ import torch
 from transformers import GenerationConfig, StoppingCriteriaList
 
 from pipeline.config import DecodingConfig
+from pipeline.decoding.admission import room_for
 from pipeline.decoding.control import ControlClock
 from pipeline.decoding.loading import end_tokens, neutralize
 from pipeline.decoding.observation import GuardedLookup, RowObserver
@@ -110,7 +111,8 @@ class ReferenceEngine:
             raise ConfigError("decoding.method", f"{problem}; use plain") from error
 
     def _generate(self, request: GenerationRequest) -> Completion:
-        budget = self._budget(request)
+        room = room_for(request.prompt_token_ids, self._max_model_len, self._vocab_size)
+        budget = min(self._decoding.max_new_tokens, room)
         observer = self._observer(request.prompt_token_ids, budget, self._clock)
         self._run(request, observer)
         end = observer.end
@@ -121,21 +123,6 @@ class ReferenceEngine:
             finish_reason=end.reason,
             stats=observer.stats(self._decoding.method, time.perf_counter()),
         )
-
-    def _budget(self, request: GenerationRequest) -> int:
-        """Completion tokens at most; refuses prompts that leave no room or make no sense."""
-        prompt = request.prompt_token_ids
-        room = self._max_model_len - len(prompt)
-        if not len(prompt):
-            raise RowError("empty_prompt", "the prompt has no tokens")
-        if room < 1:
-            raise RowError(
-                "prompt_too_long",
-                f"the prompt has {len(prompt)} tokens; {self._max_model_len - 1} fit the model",
-            )
-        if min(prompt) < 0 or max(prompt) >= self._vocab_size:  # on a GPU it would end the process
-            raise RowError("bad_token", f"a token id is outside 0 to {self._vocab_size - 1}")
-        return min(self._decoding.max_new_tokens, room)
 
     def _observer(self, prompt: Sequence[int], budget: int, clock: ControlClock) -> RowObserver:
         timeout = self._row_timeout_s

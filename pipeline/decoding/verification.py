@@ -45,9 +45,12 @@ class Verified:
     the target alone would have rejected it, which happens in ensemble verification only.
     """
 
-    num_accepted: int
     tokens: list[int]
     lossy: list[bool]
+
+    @property
+    def num_accepted(self) -> int:
+        return len(self.lossy)
 
 
 def verify(
@@ -57,4 +60,4 @@ def verify(
     accepted, tokens = accept(draft, choices)
     own = choices if targets is None else targets
     lossy = [token != choice for token, choice in zip(draft[:accepted], own, strict=False)]
-    return Verified(accepted, tokens, lossy)
+    return Verified(tokens, lossy)

@@ -169,6 +169,34 @@ def test_a_row_does_not_depend_on_its_neighbours(method: str) -> None:
     assert any(completion.stats.num_control_steps for completion in completions.values())
 
 
+def test_control_passes_are_no_drafting(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a clock that only drafting (1 s) and passes of the target (100 s) move."""
+    now = [0.0]
+    monkeypatch.setattr("pipeline.decoding.batched.time.perf_counter", lambda: now[0])
+    target, drafter = setup("draft_model")
+    engine = make_engine(
+        target, TOKENIZER, 1, drafter=drafter, num_draft_tokens=2, ensemble_weight=0.4
+    )
+    verify, propose, proposals = engine._verify, engine._propose, [0]
+
+    def slow_verify(*args: Any) -> Any:
+        now[0] += 100
+        return verify(*args)
+
+    def slow_propose(rows: Any) -> Any:
+        now[0] += 1
+        proposals[0] += 1
+        return propose(rows)
+
+    engine._verify, engine._propose = slow_verify, slow_propose  # type: ignore[method-assign]
+    engine.add_request(GenerationRequest("f:0", IDS[:9], RULES[0]))
+    done: list[Any] = []
+    while engine.num_unfinished:
+        done += engine.step()
+    assert done[0].stats.num_control_steps > 0
+    assert engine.times.draft_seconds == proposals[0] == done[0].stats.draft_seconds
+
+
 @pytest.mark.parametrize("weight", [0, 1, -0.5, 1.5])
 def test_a_weight_that_is_none_is_refused(weight: float) -> None:
     with pytest.raises(ValueError, match="ensemble_weight"):

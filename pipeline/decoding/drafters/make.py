@@ -46,8 +46,7 @@ class DrafterCheckpoint(DrafterFiles):
 
     def model(self) -> Any:
         model = load_model(self._folder, self._dtype, self._device, key=_KEY)
-        # a head of ordered embeddings is read by its weight, which a packed layer has no more
-        pack_linears(model.model if getattr(model, "masked_embedding", None) else model)
+        pack_linears(model)
         return model
 
     def tokenizer(self) -> Any:

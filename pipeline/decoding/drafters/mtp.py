@@ -20,6 +20,7 @@ from transformers.modeling_layers import MtpModel
 
 from pipeline.decoding.attention import NAME
 from pipeline.decoding.cache import SlotCache
+from pipeline.decoding.checkpoint import estimate_memory
 from pipeline.decoding.drafters.base import DraftRow
 from pipeline.decoding.drafters.drafting import DraftChooser, Drafting, ModelDrafter, start_drafts
 from pipeline.decoding.hidden import HiddenStates
@@ -74,9 +75,11 @@ class MtpDrafter(ModelDrafter):
 
     def attach(self, target: ModelRunner) -> None:
         self._target = target
-        size = target.model.dtype.itemsize
-        config = target.model.config.get_text_config()
-        self.bytes_per_token = size * self._hidden_size + self._depths * _layer_bytes(config, size)
+        model, config = target.model, target.model.config.get_text_config()
+        dtype = str(model.dtype).removeprefix("torch.")
+        kv = estimate_memory(config.to_dict(), dtype, None).kv_bytes_per_token
+        layers = self._depths * kv // config.num_hidden_layers
+        self.bytes_per_token = model.dtype.itemsize * self._hidden_size + layers
 
     def resize(self, num_slots: int, max_len: int) -> None:
         self._slots.clear()
@@ -163,13 +166,6 @@ class MtpDrafter(ModelDrafter):
                 input_ids=torch.tensor([ids], device=self._target.device),
             )
         return output[0]
-
-
-def _layer_bytes(config: Any, itemsize: int) -> int:
-    """K and V of one token in one layer, at most: latent attention takes less."""
-    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    width: int = getattr(config, "head_dim", None) or config.hidden_size // heads
-    return int(2 * heads * width * itemsize)
 
 
 def know_layers(target: Any) -> None:

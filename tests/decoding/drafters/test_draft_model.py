@@ -1,6 +1,6 @@
 """The draft model: its K/V follow every row exactly, it drafts what it should, and no more."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -80,14 +80,6 @@ class Watched:
             logits = self.model(torch.tensor([tokens]), use_cache=False).logits[0, -1]
         self.model.set_attn_implementation(before)
         return logits
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 # --- K/V follow the row

@@ -4,7 +4,7 @@ how many drafts are accepted is held to floors, since output cannot tell a broke
 import copy
 import itertools
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -24,14 +24,6 @@ PARAMS = {
     "sampled": SamplingParams(temperature=0.8, top_p=0.95, repetition_penalty=1.1, seed=3),
 }
 BUDGETS = [20, 1, 2, 9, 30, 13, 5]  # rows finish at different times
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def requests(params: SamplingParams) -> list[GenerationRequest]:

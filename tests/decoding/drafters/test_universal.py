@@ -5,7 +5,7 @@ import functools
 import itertools
 import logging
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -66,14 +66,6 @@ PAIRS: dict[str, tuple[str, Any]] = {
         lambda: (make_model(1, vocab_size=400, max_position_embeddings=60), make_tokenizer(400)),
     ),
 }
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def requests(target: str, params: SamplingParams) -> list[GenerationRequest]:

@@ -65,14 +65,6 @@ IDS: list[int] = corpus.token_ids(corpus.make_text_tokenizer()).tolist()
 HEAD = IDS[:12]  # what half of the prompts begin with
 
 
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 @cache
 def target(name: str) -> tuple[Any, Any]:
     """Loaded as for a run, with packed layers."""

@@ -53,15 +53,17 @@ def text_settings(config: RunConfig, resolved: Resolved) -> dict[str, Any]:
         "resources.max_model_len": resolved.max_model_len,
         **{f"prompt.{key}": value for key, value in prompt.items()},
         **{f"decoding.{key}": decoding[key] for key in _DECODING},
-        **_ensemble_settings(decoding, resolved),
+        **_ensemble_settings(config, resolved),
     }
 
 
-def _ensemble_settings(decoding: dict[str, Any], resolved: Resolved) -> dict[str, Any]:
+def _ensemble_settings(config: RunConfig, resolved: Resolved) -> dict[str, Any]:
     """What the text depends on besides, once drafts bear on it: the drafter, and their borders."""
-    if decoding["ensemble_weight"] is None:
+    decoding = config.decoding.model_dump(mode="json")
+    if config.decoding.ensemble_weight is None:
         return {}
     settings = {f"decoding.{key}": decoding[key] for key in _ENSEMBLE}
+    settings["decoding.num_draft_tokens"] = config.decoding.max_draft_tokens
     return settings | {"model.drafter": resolved.drafter_identity}
 
 

@@ -148,7 +148,7 @@ def _check_method(config: RunConfig, model: dict[str, Any]) -> None:
             "another method",
         )
     layers = text.get("num_hidden_layers")
-    if method == "early_exit" and exit_layer is not None and layers and exit_layer >= layers:
+    if method in ("early_exit", "auto") and exit_layer is not None and layers and exit_layer >= layers:
         raise ConfigError(
             "decoding.exit_layer",
             f"{exit_layer} is not fewer than the {layers} layers of {name}; choose a lower one",
@@ -159,7 +159,7 @@ def _resolve_drafter(config: RunConfig, target: Checkpoint) -> Checkpoint | None
     """The checkpoint that the method drafts with; for `draft_model` only if its tokens are the
     target's."""
     method = config.decoding.method
-    if method not in DRAFTER_OF or config.model.drafter is None:
+    if config.model.drafter is None or method not in (*DRAFTER_OF, "auto"):
         return None
     drafter = resolve(config.model.drafter, key="model.drafter")
     _read_decoder_config(drafter)

@@ -4,12 +4,19 @@ Every field's description is the config reference. A validator's message names t
 puts the key before it.
 """
 
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 Method = Literal[
-    "plain", "prompt_lookup", "draft_model", "early_exit", "mtp", "mtp_drafter", "universal"
+    "plain",
+    "prompt_lookup",
+    "draft_model",
+    "early_exit",
+    "mtp",
+    "mtp_drafter",
+    "universal",
+    "auto",
 ]
 _PROBABILISTIC = ("draft_model", "early_exit", "mtp", "mtp_drafter")
 
@@ -98,7 +105,7 @@ class ModelConfig(Section):
     drafter: str | None = Field(
         None,
         description="For `draft_model`: a smaller model with the target's tokenizer; a hub id, "
-        "folder, GGUF file or demo, as `model.target`.",
+        "folder, GGUF file or demo, as `model.target`. `auto` uses it too, as what it is.",
     )
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         "auto",
@@ -115,13 +122,16 @@ class DecodingConfig(Section):
         description="`batched`: many rows at a time; `transformers`: row by row through "
         "`model.generate()`; `auto`: batched where the model fits it.",
     )
-    method: Method = Field("prompt_lookup", description="Where draft tokens come from.")
-    num_draft_tokens: int = Field(
-        3,
-        ge=1,
-        le=256,
+    method: Method = Field(
+        "prompt_lookup",
+        description="Where draft tokens come from. `auto` measures what pays, among plain decoding "
+        "and all methods that the models allow, at every step and for every row.",
+    )
+    num_draft_tokens: Literal["auto"] | int = Field(
+        "auto",
         description="Draft tokens per row and verification at most; many rows at a time want few, "
-        "since each costs its share of the pass, a single row may take 10.",
+        "since each costs its share of the pass, a single row may take 10. `auto`: 3, and 10 for "
+        "method `auto`, which often takes fewer.",
     )
     draft_confidence: float = Field(
         0.4,
@@ -168,13 +178,19 @@ class DecodingConfig(Section):
         "truncate", description="Prompt too long: cut the document, or make the row an error."
     )
 
-    @field_validator("method", mode="before")
+    @field_validator("num_draft_tokens")
     @classmethod
-    def _known_but_absent(cls, value: Any) -> Any:
-        if value == "auto":
-            known = ", ".join(get_args(Method))
-            raise ValueError(f"auto is not available yet; choose of {known}")
+    def _draft_length_possible(cls, value: str | int) -> str | int:
+        if isinstance(value, int) and not 1 <= value <= 256:
+            raise ValueError("must be `auto` or 1 to 256")
         return value
+
+    @property
+    def max_draft_tokens(self) -> int:
+        """Per row and verification."""
+        if isinstance(self.num_draft_tokens, int):
+            return self.num_draft_tokens
+        return 10 if self.method == "auto" else 3
 
     @model_validator(mode="after")
     def _exit_layer_given(self) -> "DecodingConfig":
@@ -189,8 +205,8 @@ class DecodingConfig(Section):
     def _ensemble_has_probabilities(self) -> "DecodingConfig":
         if self.ensemble_weight is not None and self.method not in _PROBABILISTIC:
             raise ValueError(
-                f"ensemble_weight: {self.method} drafts have no probabilities; unset it, or choose "
-                f"a method of {', '.join(_PROBABILISTIC)}"
+                f"ensemble_weight: {self.method} drafts do without probabilities; unset it, or "
+                f"choose a method of {', '.join(_PROBABILISTIC)}"
             )
         return self
 

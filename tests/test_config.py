@@ -175,7 +175,7 @@ def test_dump_yaml_round_trips(file: Path, tmp_path: Path) -> None:
         ),
         (
             "decoding.ensemble_weight=0.7",
-            "decoding.ensemble_weight: prompt_lookup drafts have no probabilities; unset it, or "
+            "decoding.ensemble_weight: prompt_lookup drafts do without probabilities; unset it, or "
             "choose a method of draft_model, early_exit, mtp, mtp_drafter",
         ),
         (
@@ -183,14 +183,13 @@ def test_dump_yaml_round_trips(file: Path, tmp_path: Path) -> None:
             "decoding.ensemble_weight: input should be less than 1 (got 1)",
         ),
         (
-            "decoding.method=auto",
-            "decoding.method: auto is not available yet; choose of plain, prompt_lookup, "
-            "draft_model, early_exit, mtp, mtp_drafter, universal (got 'auto')",
+            "decoding.num_draft_tokens=0",
+            "decoding.num_draft_tokens: must be `auto` or 1 to 256 (got 0)",
         ),
         (
             "decoding.method=magic",
             "decoding.method: input should be 'plain', 'prompt_lookup', 'draft_model', "
-            "'early_exit', 'mtp', 'mtp_drafter' or 'universal' (got 'magic')",
+            "'early_exit', 'mtp', 'mtp_drafter', 'universal' or 'auto' (got 'magic')",
         ),
         (
             "decoding.method=draft_model",

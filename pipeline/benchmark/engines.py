@@ -26,7 +26,8 @@ _DRAFT_CONFIDENCE = 0.4  # as in transformers
 
 @dataclass(frozen=True)
 class EngineSetup:
-    """An engine to be measured. `draft_length`: tokens per draft at most, 0 for plain. The others
+    """An engine to be measured. `draft_length`: tokens per draft at most, 0 for plain and for auto,
+    which takes what is usual. The others
     are `decoding.exit_layer`, `draft_confidence` and `prompt_lookup_min`."""
 
     method: Method
@@ -82,7 +83,7 @@ def make_engine(
         step_tokens=STEP_TOKENS["cpu"],
         method=setup.method,
         drafter=None if drafter is None else wrap(drafter),
-        num_draft_tokens=setup.draft_length,
+        num_draft_tokens=_decoding(setup).max_draft_tokens,
         prefix_token_ids=prefix,
     )
 
@@ -93,20 +94,23 @@ def drafter_of(models: Models, setup: EngineSetup, prefix: Sequence[int]) -> Dra
     Raises:
         ConfigError: if it lacks its model.
     """
-    decoding = DecodingConfig(
-        method=setup.method,
-        num_draft_tokens=max(1, setup.draft_length),
-        exit_layer=setup.exit_layer,
-        draft_confidence=setup.confidence,
-        prompt_lookup_min=setup.lookup_min,
-    )
     return make_drafter(
-        decoding,
+        _decoding(setup),
         models.target,
-        models.drafter_files,
+        None if setup.method == "auto" and not models.drafter_folder else models.drafter_files,
         tokenizer=models.tokenizer,
         step_tokens=STEP_TOKENS["cpu"],
         prefix_token_ids=list(prefix),
+    )
+
+
+def _decoding(setup: EngineSetup) -> DecodingConfig:
+    return DecodingConfig(
+        method=setup.method,
+        num_draft_tokens=setup.draft_length or "auto",
+        exit_layer=setup.exit_layer,
+        draft_confidence=setup.confidence,
+        prompt_lookup_min=setup.lookup_min,
     )
 
 

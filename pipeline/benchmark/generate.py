@@ -144,7 +144,7 @@ def _stock(settings: Settings, models: Models) -> Makers:
 
     yield REFERENCE, make
     for method, length in _methods(settings):
-        if method != "plain":
+        if method not in ("plain", "auto"):
             name = f"hf/{method}:{length}/1"
             yield name, partial(drafting, method=method, length=length)
     for slots in settings.slots:
@@ -155,7 +155,7 @@ def _stock(settings: Settings, models: Models) -> Makers:
 def _methods(settings: Settings) -> Iterator[tuple[Method, int]]:
     """Methods with their draft lengths, 0 for plain."""
     for method in settings.methods:
-        for length in (0,) if method == "plain" else settings.drafts:
+        for length in (0,) if method in ("plain", "auto") else settings.drafts:
             yield method, length  # type: ignore[misc]
 
 

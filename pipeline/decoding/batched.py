@@ -17,7 +17,7 @@ from pipeline.decoding.admission import Admission
 from pipeline.decoding.cache import SlotCache
 from pipeline.decoding.choosing import Chooser, Position, choice_error
 from pipeline.decoding.control import Bucket, ControlClock, bucket_of
-from pipeline.decoding.drafters.base import Drafter
+from pipeline.decoding.drafters.base import Drafter, StepReport
 from pipeline.decoding.drafters.drafting import ModelDrafter
 from pipeline.decoding.ensemble import Ensemble
 from pipeline.decoding.faults import check_device, is_out_of_memory, release_memory
@@ -84,7 +84,6 @@ class BatchedEngine:
         self._ensemble: Ensemble | None = None
         if drafter is not None:
             drafter.attach(self._runner)
-            self._runner.keeps_hidden = drafter.wants_hidden
         if ensemble_weight is not None:
             assert isinstance(drafter, ModelDrafter)
             drafter.keep_logits()
@@ -144,6 +143,8 @@ class BatchedEngine:
         chosen = self._chooser.choose(logits, [_position(row) for row in ready]) if ready else []
         seconds = time.perf_counter() - started
         self.times.prefill(seconds, step.num_tokens)
+        if self._drafter is not None:
+            self._drafter.after_prefill(seconds, step.num_tokens)
         for chunk in chunks:
             chunk.row.num_cached = chunk.stop
             chunk.row.prefilling = not chunk.ends_prompt
@@ -176,6 +177,8 @@ class BatchedEngine:
 
     def _forward(self, step: Step, keep: Sequence[int]) -> Tensor:
         """Run the step: logits `[len(keep), vocab]`."""
+        if self._drafter is not None:
+            self._runner.keeps_hidden = self._drafter.wants_hidden
         logits = self._runner.forward(step, keep)
         if self._drafter is not None:
             self._drafter.after_pass(step)
@@ -191,13 +194,17 @@ class BatchedEngine:
         drafted = time.perf_counter()
         step, verified = self._verify(rows, drafts)
         seconds = time.perf_counter() - drafted
-        num_drafted = sum(map(len, drafts))
+        num_drafted, accepted = sum(map(len, drafts)), [one.num_accepted for one in verified]
         draft_seconds = drafted - started if self._drafter else 0.0
         self.times.decode(seconds, draft_seconds, step.num_tokens, len(rows))
         if num_drafted:
-            self._clock.record_drafted()
+            tokens = len(rows) + sum(accepted)
+            self._clock.record_drafted(bucket, tokens, seconds + draft_seconds)
         else:  # a futile search for drafts is no part of a plain step
             self._clock.record_control(bucket, seconds, len(rows))
+        if self._drafter is not None:
+            report = StepReport(rows, bucket, drafts, accepted, seconds, draft_seconds)
+            self._drafter.after_step(report)
         for row, draft, one in zip(rows, drafts, verified, strict=True):
             share = seconds * (1 + len(draft)) / step.num_tokens
             own_draft = draft_seconds * (len(draft) / num_drafted if num_drafted else 1 / len(rows))
@@ -264,10 +271,11 @@ class BatchedEngine:
             over = bool(tokens) and row.add_tokens(tokens, len(draft), one.lossy)
             row.num_cached = len(row.tokens) - 1
             if draft and self._drafter is not None:
+                row.accepted_by[self._drafter.method_of(row, self._method)] += one.num_accepted
                 self._drafter.observe(row, len(draft), one.num_accepted)
             if over:
                 self._release(row)
-                completions.append(row.complete(self._method, self._clock))
+                completions.append(row.complete(self._clock))
             elif fault:
                 self._release(row)
                 self.cache.clear(row.slot)  # nan would pass the masks of the slot's next rows

@@ -4,7 +4,7 @@ import logging
 from pathlib import Path
 from typing import Any
 
-from pipeline.config import RunConfig
+from pipeline.config import Method, RunConfig
 from pipeline.decoding.batched import BatchedEngine
 from pipeline.decoding.checkpoint import estimate_memory, materialize, read_config, resolve
 from pipeline.decoding.choosing import params_of
@@ -49,6 +49,9 @@ def build_engine(
     if asked == "batched" and reason:
         problem = f"batched cannot run this model: {reason}; use auto or transformers"
         raise ConfigError("decoding.engine", problem)
+    if reason and config.decoding.method == "auto":
+        logger.info("method auto: plain, since the batched engine cannot run this model")
+        config = with_method(config, "plain")
     if reason and config.decoding.method not in ("plain", "prompt_lookup"):
         problem = f"{config.decoding.method} needs the batched engine, which cannot run this model"
         raise ConfigError("decoding.method", f"{problem}: {reason}; use plain or prompt_lookup")
@@ -58,6 +61,12 @@ def build_engine(
         return _reference(config, model, tokenizer, max_model_len)
     logger.info("engine: batched (%s), method %s", _why(asked), config.decoding.method)
     return _batched(config, folder, model, tokenizer, max_model_len, num_gpus)
+
+
+def with_method(config: RunConfig, method: Method) -> RunConfig:
+    """The run, decoded by another method."""
+    decoding = config.decoding.model_copy(update={"method": method})
+    return config.model_copy(update={"decoding": decoding})
 
 
 def _why(asked: str) -> str:
@@ -116,7 +125,7 @@ def _batched(
         step_tokens=step_tokens,
         method=config.decoding.method,
         drafter=drafter,
-        num_draft_tokens=config.decoding.num_draft_tokens,
+        num_draft_tokens=config.decoding.max_draft_tokens,
         ensemble_weight=config.decoding.ensemble_weight,
         prefix_token_ids=prefix,
     )

@@ -11,10 +11,12 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 MIN_STEPS = 3  # evidence below which a bucket says nothing
-INTERVAL = 32  # decode steps between control steps: at 3 tokens a step they cost about 2 %
+INTERVAL = 32  # decode steps between control steps at least
 EAGER_INTERVAL = 4  # the same while a bucket has too few
+LOST_SHARE = 0.01  # of the decode time that control steps may cost, beyond those
 AVERAGED_STEPS = 32  # recent steps behind a figure, so that it follows the machine's load
 _KEPT_STEPS = 4096
+_FADE = 1 - 1 / 256  # of drafted steps, in what drafting gains
 
 
 class Bucket(NamedTuple):
@@ -40,20 +42,34 @@ class ControlClock:
             lambda: deque(maxlen=_KEPT_STEPS)
         )
         self._steps_since_control = 0
+        self._elapsed = self._lost = 0.0
+        # of drafted steps, old ones fading: their seconds, and those of as many tokens without
+        self._drafted_seconds = self._plain_worth = 0.0
 
     def wants_control(self, bucket: Bucket) -> bool:
         """Whether the coming decode step should do without drafts."""
-        known = len(self._seconds.get(bucket, ())) >= MIN_STEPS
-        return self._steps_since_control + 1 >= (INTERVAL if known else EAGER_INTERVAL)
+        if len(self._seconds.get(bucket, ())) < MIN_STEPS:
+            return self._steps_since_control + 1 >= EAGER_INTERVAL
+        return self._steps_since_control + 1 >= INTERVAL and self._lost <= (
+            LOST_SHARE * self._elapsed
+        )
 
     def record_control(self, bucket: Bucket, seconds: float, occupancy: int = 1) -> None:
         """A decode step of `occupancy` rows without drafts took `seconds`."""
+        if self.wants_control(bucket) and self._plain_worth > self._drafted_seconds:
+            self._lost += seconds * (1 - self._drafted_seconds / self._plain_worth)
+        self._elapsed += seconds
         self._seconds[bucket].append(seconds / occupancy)
         self._steps_since_control = 0
 
-    def record_drafted(self) -> None:
-        """A decode step verified drafts."""
+    def record_drafted(self, bucket: Bucket, num_tokens: int, seconds: float) -> None:
+        """A decode step verified drafts and yielded so many tokens; `seconds` include drafting."""
         self._steps_since_control += 1
+        self._elapsed += seconds
+        plain = self.plain_seconds(bucket)
+        if plain is not None:
+            self._drafted_seconds = self._drafted_seconds * _FADE + seconds
+            self._plain_worth = self._plain_worth * _FADE + plain * num_tokens
 
     def plain_seconds(self, bucket: Bucket, own_count: int = 0) -> float | None:
         """Seconds per row of a plain step: mean of the last `AVERAGED_STEPS` control steps, or of

@@ -76,7 +76,7 @@ class RowObserver:
         step = Step(self._length, len(draft), accepted, seconds, self.draft_seconds)
         if not self.is_prefill:
             if draft:
-                self.clock.record_drafted()
+                self.clock.record_drafted(self.bucket, accepted + 1, seconds)
             else:  # without drafts, only the futile search sets this step apart from a plain one
                 self.clock.record_control(self.bucket, seconds - self.draft_seconds)
         self.steps.append(step)

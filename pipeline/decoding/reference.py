@@ -140,7 +140,7 @@ class ReferenceEngine:
             use_cache=True,
         )  # what is unset comes from the model's, which is neutral: end and pad tokens
         if self._decoding.method == "prompt_lookup":
-            settings.prompt_lookup_num_tokens = self._decoding.num_draft_tokens
+            settings.prompt_lookup_num_tokens = self._decoding.max_draft_tokens
         with torch.inference_mode(), _guarded_lookup(self._model, observer):
             self._model.generate(
                 input_ids=prompt,

@@ -30,6 +30,7 @@ class Row:
         self.num_cached = 0
         self.prefilling = True
         self.stats = GenerationStats(prompt_tokens=self.num_prompt_tokens)
+        self.accepted_by: Counter[Method] = Counter()  # draft tokens
         self._plain_tokens: Counter[Bucket] = Counter()
         self._control: defaultdict[Bucket, list[float]] = defaultdict(list)
 
@@ -88,10 +89,11 @@ class Row:
         """The decode step was a control step."""
         self._control[bucket].append(seconds)
 
-    def complete(self, method: Method, clock: ControlClock) -> Completion:
-        """The finished row."""
+    def complete(self, clock: ControlClock) -> Completion:
+        """The finished row. Its method is the one that gave it most accepted tokens."""
         stats = self.stats
-        stats.method = method if stats.num_accepted_draft_tokens else "plain"
+        if stats.num_accepted_draft_tokens:
+            stats.method = max(self.accepted_by, key=lambda method: self.accepted_by[method])
         stats.plain_decode_seconds = clock.plain_row_seconds(self._plain_tokens, self._control)
         stats.num_control_steps = sum(map(len, self._control.values()))
         stats.control_seconds = sum(map(sum, self._control.values()))

@@ -36,6 +36,7 @@ class ModelRunner:
         Returns:
             Logits `[len(keep), vocab]` in the model's dtype.
         """
+        self.hidden = None
         indices = torch.tensor(keep, dtype=torch.int64, device=self.device)
         with torch.inference_mode(), running(step), self._listening():
             output = self.model(

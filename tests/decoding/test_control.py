@@ -60,7 +60,7 @@ def test_control_steps_are_rare_once_known_and_spread_before() -> None:
                 clock.record_control(here, 1.0)
                 found.append(step)
             else:
-                clock.record_drafted()
+                clock.record_drafted(here, 1, 1.0)
         return found
 
     assert controls(bucket, 80) == [4, 8, 12, 44, 76]
@@ -72,6 +72,22 @@ def test_steps_that_happen_to_have_no_drafts_are_evidence_too() -> None:
     for _ in range(3):
         clock.record_control(bucket, 1.0)
     for _ in range(30):
-        clock.record_drafted()
+        clock.record_drafted(bucket, 1, 1.0)
     clock.record_control(bucket, 1.0)  # nothing found to draft
     assert not clock.wants_control(bucket)
+
+
+def test_control_steps_cost_a_hundredth_at_most() -> None:
+    """The better the drafts, the dearer a step without: such steps become rarer."""
+    clock, bucket = ControlClock(), bucket_of(1, 100)
+    seconds = lost = 0.0
+    for step in range(4_000):
+        if clock.wants_control(bucket):
+            clock.record_control(bucket, 1.0)
+            seconds += 1.0
+            if step > 12:  # the first three are needed to know anything
+                lost += 1.0 - 1.0 / 5
+        else:
+            clock.record_drafted(bucket, 5, 1.0)
+            seconds += 1.0
+    assert 0.008 * seconds < lost <= 0.01 * seconds + 1

@@ -46,6 +46,7 @@ class DraftModelDrafter(ModelDrafter):
             rows, [self._limit(*pair) for pair in zip(rows, limits, strict=True)]
         )
         self._feeder.catch_up([drafting.row.slot for drafting in started])
+        self.caught_up = self._feeder.caught_up
         while active:
             logits = self._feeder.next_logits([drafting.row.slot for drafting in active])
             self._chooser.extend(active, logits)
@@ -53,6 +54,10 @@ class DraftModelDrafter(ModelDrafter):
             for drafting in active:
                 self._feeder.append(drafting.row.slot, drafting.chain[-1])
         return self._chooser.finish(rows, started)
+
+    def lag(self, row: DraftRow) -> int | None:
+        length = len(row.tokens)
+        return self._feeder.lag(row.slot, length) if self._feeder.room(length) else None
 
     def release(self, row: DraftRow) -> None:
         self._feeder.release(row.slot)

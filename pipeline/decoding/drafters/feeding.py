@@ -4,6 +4,7 @@ Only what a slot lacks is computed. A row may come back longer, with a draft acc
 where its ids are spelled anew, with other ids at its end: what it begins with in common stays.
 """
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import takewhile
@@ -55,6 +56,7 @@ class Feeder:
         self._step_tokens = step_tokens
         self._slots: dict[int, _Slot] = {}
         self._prefix_slot: int | None = None
+        self.caught_up = 0, 0.0  # ids and seconds of the last `catch_up`
         self.share(prefix_ids)
         self.device = self._runner.device
         dtype = str(model.dtype).removeprefix("torch.")
@@ -85,6 +87,13 @@ class Feeder:
         """Forget the slot's row; it may be empty."""
         self._slots.pop(slot, None)
 
+    def lag(self, slot: int, num_ids: int) -> int:
+        """Ids that `catch_up` would compute for the row in the slot, if it has `num_ids` now."""
+        held = self._slots.get(slot)
+        cached = held.num_cached if held else len(self._prefix.token_ids)
+        behind = num_ids - cached
+        return behind if behind > _FEW else 0
+
     def room(self, num_ids: int) -> int:
         """Ids that can follow on a row of `num_ids`; the last of them needs no place."""
         return max(0, self.cache.max_len + 1 - num_ids)
@@ -101,10 +110,13 @@ class Feeder:
 
     def catch_up(self, slots: Sequence[int]) -> None:
         """Bring rows that are far behind to their last id."""
+        started = time.perf_counter()
         behind = [slot for slot in slots if len(self._slots[slot].pending) > _FEW]
+        count = sum(len(self._slots[slot].pending) for slot in behind)
         self._prefill([self._span(slot, but_last=True) for slot in behind])
         for slot in behind:
             self._slots[slot].num_cached = len(self._slots[slot].ids) - 1
+        self.caught_up = count, time.perf_counter() - started if count else 0.0
 
     def next_logits(self, slots: Sequence[int]) -> Tensor:
         """Logits `[len(slots), vocab]` of what follows each row, in one pass.

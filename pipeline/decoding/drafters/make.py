@@ -1,11 +1,15 @@
 """From a run's settings to the drafter of its method; a new method is wired here."""
 
+import logging
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
 
-from pipeline.config import DecodingConfig
+from pipeline.config import DecodingConfig, Method
 from pipeline.decoding.checkpoint import materialize, resolve
+from pipeline.decoding.controller.controller import DraftLengthController
+from pipeline.decoding.drafters.auto import AutoDrafter
 from pipeline.decoding.drafters.base import Drafter
 from pipeline.decoding.drafters.draft_model import DraftModelDrafter
 from pipeline.decoding.drafters.drafting import DraftChooser
@@ -17,7 +21,10 @@ from pipeline.decoding.drafters.universal import UniversalDrafter
 from pipeline.decoding.loading import end_tokens, load_model, load_tokenizer
 from pipeline.decoding.packing import pack_linears
 from pipeline.decoding.selftest import misfit
+from pipeline.decoding.vocabulary import mismatch
 from pipeline.errors import ConfigError
+
+logger = logging.getLogger(__name__)
 
 _KEY = "model.drafter"
 
@@ -45,6 +52,10 @@ class DrafterCheckpoint(DrafterFiles):
         return materialize(resolve(self._reference, key=_KEY))
 
     def model(self) -> Any:
+        return self._model
+
+    @cached_property
+    def _model(self) -> Any:
         model = load_model(self._folder, self._dtype, self._device, key=_KEY)
         pack_linears(model)
         return model
@@ -73,39 +84,84 @@ def make_drafter(
     Raises:
         ConfigError: if the method's model cannot be had, loaded or batched.
     """
-    method = decoding.method
-    if method == "plain":
+    maker = _Maker(decoding, target, files, tokenizer, step_tokens, prefix_token_ids)
+    if decoding.method == "plain":
         return None
-    if method == "prompt_lookup":
+    return maker.auto() if decoding.method == "auto" else maker.make(decoding.method)
+
+
+@dataclass(frozen=True)
+class _Maker:
+    """Makes the drafters of one engine; fields as of `make_drafter`."""
+
+    decoding: DecodingConfig
+    target: Any
+    files: DrafterFiles | None
+    tokenizer: Any
+    step_tokens: int
+    prefix_token_ids: list[int]
+
+    def make(self, method: Method) -> Drafter:
+        """The drafter of one method."""
+        decoding = self.decoding
+        if method == "prompt_lookup":
+            return self._lookup()
+        if method == "early_exit":
+            assert decoding.exit_layer is not None
+            return EarlyExitDrafter(decoding.exit_layer, self._chooser())
+        if method == "mtp":
+            layers = load_layers(self.target)
+            return MtpDrafter(layers, self._chooser(), step_tokens=self.step_tokens)
+        if self.files is None:
+            raise ConfigError(_KEY, f"{method} needs it; name a model")
+        model = self.files.model()
+        if method == "mtp_drafter":
+            length = decoding.max_draft_tokens
+            return SharedKvDrafter(model, self._chooser(), num_draft_tokens=length)
+        reason = misfit(model)
+        if reason:
+            raise ConfigError(_KEY, f"cannot draft for many rows: {reason}; choose another model")
+        shared: Any = {"step_tokens": self.step_tokens, "prefix_token_ids": self.prefix_token_ids}
+        if method == "universal":
+            own = self.files.tokenizer()
+            return UniversalDrafter(model, self._chooser(), self.tokenizer, own, **shared)
+        return DraftModelDrafter(model, self._chooser(), **shared)
+
+    def auto(self) -> AutoDrafter:
+        """All that the models allow, to be chosen from at every step."""
+        methods = self._possible()
+        logger.info("method auto: among plain, %s", ", ".join(methods))
+        others: dict[Method, Drafter] = {
+            method: self.make(method) for method in methods if method != "prompt_lookup"
+        }
+        controller = DraftLengthController(methods, self.decoding.max_draft_tokens)
+        return AutoDrafter(self._lookup(), others, controller)
+
+    def _possible(self) -> list[Method]:
+        methods: list[Method] = ["prompt_lookup"]
+        if self.decoding.exit_layer is not None:
+            methods.append("early_exit")
+        if getattr(self.target.config.get_text_config(), "num_mtp_layers", None):
+            methods.append("mtp")
+        if self.files is not None:
+            methods.append(self._kind(self.files))
+        return methods
+
+    def _kind(self, files: DrafterFiles) -> Method:
+        """What the named drafter can be used for."""
+        if hasattr(files.model().config, "backbone_hidden_size"):
+            return "mtp_drafter"
+        return "universal" if mismatch(self.tokenizer, files.tokenizer()) else "draft_model"
+
+    def _lookup(self) -> PromptLookupDrafter:
+        decoding = self.decoding
         return PromptLookupDrafter(decoding.prompt_lookup_max, decoding.prompt_lookup_min)
-    chooser = DraftChooser(
-        target.config.get_text_config().vocab_size,
-        # under an ensemble the text depends on where drafts end
-        confidence=decoding.draft_confidence if decoding.ensemble_weight is None else 0.0,
-        end_tokens=end_tokens(target.generation_config.eos_token_id),
-    )
-    if method == "early_exit":
-        assert decoding.exit_layer is not None
-        return EarlyExitDrafter(decoding.exit_layer, chooser)
-    if method == "mtp":
-        return MtpDrafter(load_layers(target), chooser, step_tokens=step_tokens)
-    if files is None:
-        raise ConfigError(_KEY, f"{method} needs it; name a model")
-    model = files.model()
-    if method == "mtp_drafter":
-        return SharedKvDrafter(model, chooser, num_draft_tokens=decoding.num_draft_tokens)
-    reason = misfit(model)
-    if reason:
-        raise ConfigError(_KEY, f"cannot draft for many rows: {reason}; choose another model")
-    if method == "universal":
-        return UniversalDrafter(
-            model,
-            chooser,
-            tokenizer,
-            files.tokenizer(),
-            step_tokens=step_tokens,
-            prefix_token_ids=prefix_token_ids,
+
+    def _chooser(self) -> DraftChooser:
+        decoding = self.decoding
+        return DraftChooser(
+            self.target.config.get_text_config().vocab_size,
+            # under an ensemble the text depends on where drafts end
+            confidence=decoding.draft_confidence if decoding.ensemble_weight is None else 0.0,
+            end_tokens=end_tokens(self.target.generation_config.eos_token_id),
         )
-    return DraftModelDrafter(
-        model, chooser, step_tokens=step_tokens, prefix_token_ids=prefix_token_ids
-    )

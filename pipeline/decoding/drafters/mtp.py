@@ -10,6 +10,7 @@ next draft, row by row. Source: DeepSeek-AI 2024, "DeepSeek-V3 Technical Report"
 section 2.2.
 """
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -88,14 +89,22 @@ class MtpDrafter(ModelDrafter):
         self._hidden = HiddenStates(num_slots + 1, max_len, self._hidden_size, like)
 
     def after_pass(self, step: Step) -> None:
-        assert self._target.hidden is not None
-        self._hidden.write(step, self._target.hidden)
+        if self._target.hidden is not None:
+            self._hidden.write(step, self._target.hidden)
 
     def copy_prefix(self, source: int, target: int, length: int) -> None:
         self._hidden.copy(source, target, length)
 
     def release(self, row: DraftRow) -> None:
         self._slots.pop(row.slot, None)
+        self._hidden.release(row.slot)
+
+    def lag(self, row: DraftRow) -> int | None:
+        slot, stop = self._slots.get(row.slot), len(row.tokens) - 1
+        first = min(slot.right) if slot else 0
+        if not self._hidden.covers(row.slot, first, stop):
+            return None
+        return stop - first if stop - first > _FEW else 0
 
     @torch.inference_mode()
     def propose(self, rows: Sequence[DraftRow], limits: Sequence[int]) -> list[list[int]]:
@@ -112,6 +121,7 @@ class MtpDrafter(ModelDrafter):
 
     def _catch_up(self, started: Sequence[Drafting]) -> None:
         """Bring rows that are far behind, such as new ones, to their last tokens, at all depths."""
+        began = time.perf_counter()
         behind = []
         for drafting in started:
             slot, row = self._slots[drafting.row.slot], drafting.row
@@ -126,6 +136,8 @@ class MtpDrafter(ModelDrafter):
             hidden = self._hidden.read(step)
             for k in range(self._depths):
                 hidden = self._run(k, step, hidden, [tokens[span.slot] for span in step.spans])
+        count = sum(len(span.token_ids) for span in behind)
+        self.caught_up = count, time.perf_counter() - began if count else 0.0
 
     def _draft(self, started: list[Drafting]) -> None:
         """One token per depth for each row, from all its places that are not right yet."""

@@ -50,8 +50,15 @@ class SharedKvDrafter(ModelDrafter):
         self._hidden = HiddenStates(num_slots + 1, self._places, width, self._embed.weight)
 
     def after_pass(self, step: Step) -> None:
-        assert self._target.hidden is not None
-        self._hidden.write(step, self._target.hidden)
+        if self._target.hidden is not None:
+            self._hidden.write(step, self._target.hidden)
+
+    def lag(self, row: DraftRow) -> int | None:
+        last = len(row.tokens) - 2
+        return 0 if self._hidden.covers(row.slot, last, last + 1) else None
+
+    def release(self, row: DraftRow) -> None:
+        self._hidden.release(row.slot)
 
     @torch.inference_mode()
     def propose(self, rows: Sequence[DraftRow], limits: Sequence[int]) -> list[list[int]]:

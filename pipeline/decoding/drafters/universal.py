@@ -149,6 +149,7 @@ class UniversalDrafter(Drafter):
         found = [self._start(row, n) for row, n in zip(rows, limits, strict=True)]
         started = sorted((d for d in found if d is not None), key=lambda d: d.row.slot)
         self._feeder.catch_up([drafting.row.slot for drafting in started])
+        self.caught_up = self._feeder.caught_up
         active = started
         while active:
             logits = self._feeder.next_logits([drafting.row.slot for drafting in active])
@@ -163,6 +164,11 @@ class UniversalDrafter(Drafter):
         tally = self.trial.tally(self._of[row.slot])
         tally.drafted += num_drafted
         tally.accepted += num_accepted
+
+    def lag(self, row: DraftRow) -> int | None:
+        """As if both tokenizers took as many tokens for the text."""
+        length = len(row.tokens)
+        return self._feeder.lag(row.slot, length) if self._feeder.room(length) else None
 
     def release(self, row: DraftRow) -> None:
         translation = self._of.pop(row.slot, None)

@@ -1,0 +1,270 @@
+"""Decides at each step which rows to draft for, by which method and how far; or not at all.
+
+It maximises expected tokens a second (`lengths`) from what plain steps, drafts and drafting cost in
+this run (`costs`) and from how often drafts stand (`survival`), and keeps a ledger against plain
+steps (`ledger`), so that a run with hopeless drafts is hardly slower than one without.
+
+Methods without a model are judged for nothing: what they would have drafted is compared with what
+came. One with a model is tried on few rows first, if the ledger can pay for it, and again after
+pauses that double. Knows nothing of models: `drafters.auto` feeds it.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from pipeline.config import Method
+from pipeline.decoding.control import Bucket
+from pipeline.decoding.controller.costs import DraftCosts, PlainCosts, Ratio, VerifyCosts
+from pipeline.decoding.controller.ledger import Cooldown, Ledger
+from pipeline.decoding.controller.lengths import Choice, Floats, Source, StepCost, best_drafts
+from pipeline.decoding.controller.mind import Mind
+from pipeline.decoding.controller.survival import Survival
+from pipeline.decoding.controller.trial import Trial
+
+MARGIN = 0.03  # by which drafts must be expected to win before they start
+_TRIAL_ROWS = 2
+_TRIAL_LENGTH = 4
+_CREDIT_STEPS = 3.0  # plain steps that may be lost at the start
+_PRIORS: Mapping[Method, float] = {"prompt_lookup": 0.5}
+_PRIOR = 0.65  # of drafts by models
+_GUESSED_PASS: Mapping[Method, float] = {"early_exit": 0.3, "mtp": 0.1, "mtp_drafter": 0.2}
+
+
+@dataclass(frozen=True)
+class RowsView:
+    """The rows of a step, in parallel.
+
+    `limits`: draft tokens at most. `remaining`: tokens that the row may yet have. `kinds`: by
+    method the class of each row's draft, 0 for none, as of `Survival`; a method that is missing has
+    class 1 everywhere. `lags`: by method, tokens that its drafter would have to catch up by.
+    """
+
+    bucket: Bucket
+    slots: list[int]
+    limits: list[int]
+    remaining: list[int]
+    kinds: Mapping[Method, list[int]] = field(default_factory=dict)
+    lags: Mapping[Method, list[int]] = field(default_factory=dict)
+
+    def __len__(self) -> int:
+        return len(self.slots)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Draft tokens to ask for, by method and row; methods that are not asked are missing."""
+
+    lengths: dict[Method, list[int]]
+    is_trial: bool = False
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of a step.
+
+    `asked`, `drafted`, `accepted`: draft tokens by row. `methods`: by row, None without a draft.
+    `draft_seconds`: by method, its passes; `passes`: of each; `entries`: tokens that it caught up
+    by, and in how many seconds.
+    """
+
+    methods: Sequence[Method | None]
+    asked: Sequence[int]
+    drafted: Sequence[int]
+    accepted: Sequence[int]
+    draft_seconds: Mapping[Method, float] = field(default_factory=dict)
+    passes: Mapping[Method, int] = field(default_factory=dict)
+    entries: Mapping[Method, tuple[int, float]] = field(default_factory=dict)
+
+
+class DraftLengthController:
+    """One per engine. `plan` before a step, `record` after it."""
+
+    def __init__(self, methods: Sequence[Method], max_length: int) -> None:
+        """`methods`: to choose from, besides plain. `max_length`: draft tokens of a row at most."""
+        self.methods = list(methods)
+        self.max_length = max_length
+        self.ledger = Ledger()
+        self.plain_costs = PlainCosts()
+        self.verify_costs = VerifyCosts()
+        self.survival: dict[Method, Survival] = {
+            m: Survival(max_length, _PRIORS.get(m, _PRIOR)) for m in methods
+        }
+        self._draft_costs: dict[Method, DraftCosts] = {
+            m: DraftCosts(_GUESSED_PASS.get(m, 0.5)) for m in methods if m != "prompt_lookup"
+        }
+        self._trials: dict[Method, Trial] = {m: Trial() for m in self._draft_costs}
+        self._all_off = Cooldown(first=32)
+        self._invested: dict[tuple[Method, int], float] = {}
+        self._prefill = Ratio(fade=1 - 1 / 16)
+        self._step = 0
+        self._in_use: set[Method] = set()
+        self._mind = Mind()
+        self._on: dict[int, bool] = {}  # by occupancy: whether drafts were the better choice last
+
+    # Deciding
+
+    def plan(self, rows: RowsView) -> Plan:
+        """What to draft for these rows in the coming step."""
+        plain = self.plain_costs.seconds(rows.bucket, len(rows))
+        if plain is None or not self._all_off.is_over(self._step):
+            return Plan({})
+        self.ledger.credit = max(self.ledger.credit, _CREDIT_STEPS * plain + self._outstanding)
+        if self.ledger.balance < 0:
+            self._all_off.start(self._step)
+            return Plan({})
+        cost = self.verify_costs.step_cost(rows.bucket.occupancy, len(rows), plain)
+        if trial := self._trial(rows, cost):
+            return trial
+        methods = [m for m in self.methods if m not in self._trials or self._trials[m].is_known]
+        sources = [self._source(method, rows, cost) for method in methods]
+        choice = best_drafts(len(rows), sources, cost)
+        was_on = self._on.get(rows.bucket.occupancy, False)
+        on = self._on[rows.bucket.occupancy] = choice.drafts and choice.gain > 1 + (
+            0.0 if was_on else MARGIN
+        )
+        lengths = self._lengths(choice, methods) if on else {}
+        self._in_use = set(lengths)
+        for method in lengths.keys() & self._trials.keys():
+            self._trials[method].rest(self._step, succeeded=True)
+        self._mind.note(len(rows), lengths, choice, cost, self.ledger.saved)
+        self._invest(lengths, rows)
+        return Plan(lengths)
+
+    def _source(self, method: Method, rows: RowsView, cost: StepCost) -> Source:
+        kinds = rows.kinds.get(method) or [1] * len(rows)
+        limits = [min(limit, self.max_length) for limit in rows.limits]
+        keep, share = self.survival[method].chances(rows.slots, kinds, limits)
+        draft = self._draft_costs.get(method)
+        if draft is None:
+            return Source(keep, share, np.zeros(len(rows)))
+        return Source(keep, share, self._entry(method, rows), draft.per_pass(cost.plain))
+
+    def _entry(self, method: Method, rows: RowsView) -> Floats:
+        """Seconds per row to catch up, spread over the steps that the row may have."""
+        lags = rows.lags.get(method)
+        if not lags or not any(lags):
+            return np.zeros(len(rows))
+        per_token = self._draft_costs[method].per_entry_token(self._prefill_token)
+        # rows end early more often than not, and drafts save steps: a quarter of what may come
+        steps = np.maximum(np.array(rows.remaining) / 4, 1.0)
+        return np.array(lags) * per_token / steps
+
+    def _lengths(self, choice: Choice, methods: Sequence[Method]) -> dict[Method, list[int]]:
+        return {
+            method: np.where(choice.source == index, choice.lengths, 0).tolist()
+            for index, method in enumerate(methods)
+            if choice.lengths[choice.source == index].any()
+        }
+
+    # Trials
+
+    def may_use(self, method: Method) -> bool:
+        """Whether a method with a model is in use or due for a trial; else it need not be ready."""
+        return method in self._in_use or self._trials[method].is_near(self._step)
+
+    def _trial(self, rows: RowsView, cost: StepCost) -> Plan | None:
+        """A step that tries a method on few rows, if one is due and can be paid for."""
+        for method in self._draft_costs:
+            if not self._trials[method].is_due(self._step, self.survival[method]):
+                continue
+            lags = rows.lags.get(method) or [0] * len(rows)
+            order = sorted(range(len(rows)), key=lambda i: (lags[i], -rows.remaining[i]))
+            able = [i for i in order if rows.limits[i] > 0]
+            for count in range(min(_TRIAL_ROWS, len(able)), 0, -1):
+                chosen = able[:count]
+                lengths = [0] * len(rows)
+                for i in chosen:
+                    lengths[i] = min(_TRIAL_LENGTH, rows.limits[i])
+                lag = sum(lags[i] for i in chosen)
+                if self.ledger.allows(self._trial_seconds(method, rows, cost, lengths, lag)):
+                    return Plan({method: lengths}, is_trial=True)
+        return None
+
+    def _trial_seconds(
+        self, method: Method, rows: RowsView, cost: StepCost, lengths: list[int], lag: int
+    ) -> float:
+        """What the trial costs if no draft token stands."""
+        draft = self._draft_costs[method]
+        count = sum(length > 0 for length in lengths)
+        passes = draft.per_pass(self.plain_costs.seconds(rows.bucket, count) or cost.plain)
+        catching_up = lag * draft.per_entry_token(self._prefill_token)
+        return cost.first + cost.token * sum(lengths) + passes * max(lengths) + catching_up
+
+    # Learning
+
+    def record(
+        self, bucket: Bucket, outcome: Outcome, verify_seconds: float, other_seconds: float = 0.0
+    ) -> None:
+        """A step is over.
+
+        Args:
+            verify_seconds: of the target's pass and the choice of tokens.
+            other_seconds: all else that a plain step would not have taken.
+        """
+        self._step += 1
+        self.verify_costs.age()
+        count, drafted = len(outcome.drafted), sum(outcome.drafted)
+        if not drafted:
+            self.plain_costs.record(bucket, count, verify_seconds)
+        plain = self.plain_costs.seconds(bucket, count)
+        assert plain is not None or drafted
+        if plain is None:
+            return
+        if drafted:
+            self.verify_costs.record(bucket.occupancy, drafted, verify_seconds - plain)
+        self._record_drafting(bucket, outcome)
+        # a plain step is what it is compared with: only what came on top of it is a loss
+        tokens = count + sum(outcome.accepted)
+        worth = plain * tokens / count if drafted else verify_seconds
+        self.ledger.record(worth, verify_seconds + other_seconds)
+
+    def record_prefill(self, seconds: float, tokens: int) -> None:
+        """A prefill pass of the target. A share of its time may be lost too."""
+        self.ledger.record(seconds, seconds)
+        self._prefill.add(seconds, tokens)
+
+    @property
+    def _prefill_token(self) -> float:
+        return self._prefill.value if self._prefill.count else 0.0
+
+    def observe(
+        self, method: Method, slot: int, kind: int, asked: int, drafted: int, accepted: int
+    ) -> None:
+        """What became of a draft, or would have."""
+        self.survival[method].record(slot, kind, asked, drafted, accepted)
+
+    def release(self, slot: int) -> None:
+        """The slot's row is over."""
+        for method, survival in self.survival.items():
+            survival.release(slot)
+            self.ledger.credit -= self._invested.pop((method, slot), 0.0)
+
+    def _record_drafting(self, bucket: Bucket, outcome: Outcome) -> None:
+        for method, seconds in outcome.draft_seconds.items():
+            draft = self._draft_costs.get(method)
+            if draft is None:
+                continue
+            tokens, entry_seconds = outcome.entries.get(method, (0, 0.0))
+            draft.record_entry(tokens, entry_seconds)
+            count = sum(m == method for m in outcome.methods)
+            plain = self.plain_costs.seconds(bucket, count) if count else None
+            if plain:
+                draft.record(outcome.passes[method], seconds - entry_seconds, plain)
+
+    def _invest(self, lengths: Mapping[Method, list[int]], rows: RowsView) -> None:
+        """Catching up is paid at once and saves later: lent until the row is over."""
+        for method, counts in lengths.items():
+            lags = rows.lags.get(method)
+            if not lags or method not in self._draft_costs:
+                continue
+            per_token = self._draft_costs[method].per_entry_token(self._prefill_token)
+            for slot, lag, count in zip(rows.slots, lags, counts, strict=True):
+                if lag and count and (method, slot) not in self._invested:
+                    self._invested[method, slot] = lag * per_token
+                    self.ledger.credit += lag * per_token
+
+    @property
+    def _outstanding(self) -> float:
+        return sum(self._invested.values())

@@ -1,0 +1,146 @@
+"""What steps cost, learnt from the steps of this run: nothing is assumed of the machine."""
+
+import math
+from collections import defaultdict
+from dataclasses import dataclass
+
+from pipeline.decoding.control import Bucket
+from pipeline.decoding.controller.lengths import StepCost
+
+_PLAIN_FADE = 1 - 1 / 16  # of old steps: the machine's load changes
+_FADE = 1 - 1 / 64
+_AGE = 1 - 1 / 512  # of what verifying cost, at every step: in the end it is tried again
+_LEAST = 0.02  # of a row's share of a plain step: no draft token is free
+# Before two occupancies were seen: a step of `rows` rows costs as much as `rows + _BASE` of
+# something, and half of one of these for a draft token, whose row's K/V are being read anyway.
+_BASE = 8.0
+_PRIOR_STEPS = 2.0  # weight of that guess
+_PRIOR_FIRST = 8.0  # weight of the guess that drafts as such cost nothing
+
+
+@dataclass
+class Ratio:
+    """A ratio of sums in which old terms fade: steady where single terms are not."""
+
+    fade: float
+    above: float = 0.0
+    below: float = 0.0
+    count: int = 0
+
+    def add(self, above: float, below: float) -> None:
+        self.above = self.above * self.fade + above
+        self.below = self.below * self.fade + below
+        self.count += 1
+
+    @property
+    def value(self) -> float:
+        return self.above / self.below
+
+
+class PlainCosts:
+    """Seconds of plain steps, by bucket of occupancy and context."""
+
+    def __init__(self) -> None:
+        self._buckets: dict[Bucket, Ratio] = {}
+
+    def record(self, bucket: Bucket, rows: int, seconds: float) -> None:
+        self._buckets.setdefault(bucket, Ratio(_PLAIN_FADE)).add(seconds, rows + _BASE)
+
+    def seconds(self, bucket: Bucket, rows: int) -> float | None:
+        """Of a step of `rows` rows; from the nearest bucket that was seen, None before any."""
+        found = self._buckets.get(bucket)
+        if found is None:
+            if not self._buckets:
+                return None
+            found = self._buckets[min(self._buckets, key=lambda other: _distance(bucket, other))]
+        return found.value * (rows + _BASE)
+
+
+def _distance(a: Bucket, b: Bucket) -> float:
+    return 2 * abs(math.log2(a.occupancy / b.occupancy)) + abs(a.context - b.context)
+
+
+@dataclass
+class _Line:
+    """Sums behind a fit of seconds over draft tokens."""
+
+    steps: float = 0.0
+    drafted: float = 0.0
+    squares: float = 0.0
+    seconds: float = 0.0
+    product: float = 0.0
+
+    def scale(self, factor: float) -> None:
+        for name in vars(self):
+            setattr(self, name, getattr(self, name) * factor)
+
+    def add(self, drafted: int, seconds: float) -> None:
+        self.steps += 1
+        self.drafted += drafted
+        self.squares += drafted * drafted
+        self.seconds += seconds
+        self.product += drafted * seconds
+
+    def fit(self, prior: float) -> tuple[float, float]:
+        """(intercept, slope), the first not negative, with a slope that was guessed before."""
+        typical = self.squares / self.steps if self.steps else 1.0
+        squares = self.squares + _PRIOR_STEPS * typical
+        product = self.product + _PRIOR_STEPS * typical * prior
+        steps = self.steps + _PRIOR_FIRST
+        determinant = steps * squares - self.drafted * self.drafted
+        first = (squares * self.seconds - self.drafted * product) / determinant
+        if first <= 0:
+            return 0.0, product / squares
+        return first, (product - self.drafted * first) / squares
+
+
+class VerifyCosts:
+    """What drafts add to a step, by occupancy: an amount, and one per token."""
+
+    def __init__(self) -> None:
+        self._lines: defaultdict[int, _Line] = defaultdict(_Line)
+
+    def record(self, occupancy: int, drafted: int, extra_seconds: float) -> None:
+        """A step with draft tokens took so much longer than a plain one."""
+        line = self._lines[occupancy]
+        line.scale(_FADE)
+        line.add(drafted, extra_seconds)
+
+    def age(self) -> None:
+        """A step went by."""
+        for line in self._lines.values():
+            line.scale(_AGE)
+
+    def step_cost(self, occupancy: int, rows: int, plain: float) -> StepCost:
+        """Of a step of `rows` rows, a plain one taking `plain` seconds."""
+        first, token = self._lines[occupancy].fit(plain / (rows + _BASE) / 2)
+        return StepCost(plain, first, max(token, _LEAST * plain / rows))
+
+
+class DraftCosts:
+    """What one drafter's passes cost, measured in plain steps of as many rows: a small model slows
+    down with rows and context as a large one does."""
+
+    def __init__(self, guess: float) -> None:
+        """`guess`: plain steps per pass, before any was seen."""
+        self._guess = guess
+        self._pass = Ratio(_FADE)
+        self._entry = Ratio(_FADE)
+
+    def record(self, passes: int, seconds: float, plain: float) -> None:
+        """`passes` took `seconds`; a plain step of the rows drafted for would take `plain`."""
+        if passes:
+            self._pass.add(seconds, passes * plain)
+
+    def record_entry(self, tokens: int, seconds: float) -> None:
+        """Catching up by so many tokens of rows that were far behind."""
+        if tokens:
+            self._entry.add(seconds, tokens)
+
+    def per_pass(self, plain: float) -> float:
+        """Seconds of a pass over rows whose plain step takes `plain`."""
+        return plain * (self._pass.value if self._pass.count else self._guess)
+
+    def per_entry_token(self, prefill_token: float) -> float:
+        """Seconds for each token to catch up by; `prefill_token`: of the target's prefill."""
+        return self._entry.value if self._entry.count else prefill_token * self.per_pass(1.0)

@@ -1,0 +1,40 @@
+"""When a method that costs time to try is tried."""
+
+from pipeline.decoding.controller.ledger import Cooldown
+from pipeline.decoding.controller.survival import Survival
+
+_TRIAL_DRAFTS = 12  # of a model, before it is judged
+_RETRIAL_DRAFTS = 6  # of one that was judged before
+
+
+class Trial:
+    """When a method is to be tried. Once known it is judged at every step by what was seen, and
+    tried again after pauses, since text and load change."""
+
+    def __init__(self) -> None:
+        self.is_known = False
+        self._is_running = True
+        self._cooldown = Cooldown()
+
+    def is_due(self, step: int, survival: Survival) -> bool:
+        if not self._is_running:
+            if not self._cooldown.is_over(step):
+                return False
+            survival.start_trial()
+            self._is_running = True
+        if survival.evidence < (_RETRIAL_DRAFTS if self.is_known else _TRIAL_DRAFTS):
+            return True
+        self.is_known = True
+        self.rest(step, succeeded=False)
+        return False
+
+    def is_near(self, step: int) -> bool:
+        """Whether it is due, or will be at once."""
+        return self._is_running or self._cooldown.is_over(step)
+
+    def rest(self, step: int, *, succeeded: bool) -> None:
+        """The method was tried to the end, or is in use."""
+        if succeeded:
+            self._cooldown.reset()
+        self._is_running = False
+        self._cooldown.start(step)

@@ -6,6 +6,7 @@ Ray Data makes it an actor; tests use it without a cluster.
 """
 
 import asyncio
+import logging
 import queue
 import threading
 import time
@@ -16,6 +17,8 @@ from typing import Any
 
 import pyarrow as pa
 
+from actors.metrics import RowMetrics
+from pipeline import logs
 from pipeline.decoding.engine import Engine
 from pipeline.records import (
     EVIDENCE_FIELDS,
@@ -25,6 +28,9 @@ from pipeline.records import (
     completed_schema,
 )
 from pipeline.store.commit import Committer
+from pipeline.store.ledger import unit_of
+
+logger = logging.getLogger(__name__)
 
 EngineFactory = Callable[[], Engine]
 MARKERS = pa.schema([pa.field("marker", pa.string())])
@@ -40,7 +46,12 @@ class GenerationActor:
         text_column: str,
         run_id: str,
         committer: Committer,
+        json_logs: bool = False,
     ) -> None:
+        if json_logs:
+            logs.configure(as_json=True)
+            logs.bind(run_id=run_id)
+        self._metrics = RowMetrics("job")
         self._schema = completed_schema(text_column, kept)
         self._kept = [field.name for field in kept]
         self._text_column = text_column
@@ -59,11 +70,16 @@ class GenerationActor:
             RunFailed or OSError: it could not be committed.
         """
         futures = self._submit(rows)
+        self._metrics.queue(self._thread.num_unfinished)
         finished = await asyncio.gather(*(asyncio.wrap_future(f) for f in futures if f))
         results = iter(finished)
         completions = [next(results) if future else None for future in futures]
         completed = self._table(rows, completions)
         names = await asyncio.to_thread(self._committer.commit, completed)
+        self._metrics.add_table(completed)
+        self._metrics.queue(self._thread.num_unfinished)
+        for name in names:
+            logger.info("committed", extra={"unit": unit_of(name), "rows": rows.num_rows})
         return pa.table([names], schema=MARKERS)
 
     def _submit(self, rows: pa.Table) -> list["Future[Completion] | None"]:
@@ -143,6 +159,8 @@ def _evidence(completion: Completion | None) -> dict[str, Any]:
         "_draft_seconds": stats.draft_seconds,
         "_num_control_steps": stats.num_control_steps,
         "_control_seconds": stats.control_seconds,
+        "_drafted_at": stats.drafted_at,
+        "_accepted_at": stats.accepted_at,
     }
 
 
@@ -173,6 +191,11 @@ class EngineThread:
         if self._failure is not None:
             self._fail_inbox(self._failure)
         return future
+
+    @property
+    def num_unfinished(self) -> int:
+        """Rows that wait for the engine or are with it."""
+        return self._inbox.qsize() + self._engine.num_unfinished
 
     def take_times(self) -> tuple[float, float]:
         """(idle, busy) seconds since the last call. Waiting for the first row is not idleness."""

@@ -1,6 +1,5 @@
 """The command line that the generation jobs share. Heavy imports wait until they are needed."""
 
-import logging
 import os
 import sys
 from collections.abc import Iterator
@@ -10,6 +9,7 @@ from typing import Annotated
 
 import typer
 
+from pipeline import logs
 from pipeline.config import Task, dump_yaml, load_config
 from pipeline.errors import ConfigError, DraftmillError
 from pipeline.progress import is_working
@@ -87,10 +87,7 @@ def quiet_libraries() -> None:
     spinning, they halve the speed of any other process on the same cores.
     """
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    logging.basicConfig(
-        level=logging.WARNING, format="%(asctime)s  %(message)s", datefmt="%H:%M:%S"
-    )
-    logging.getLogger("pipeline").setLevel(logging.INFO)
+    logs.configure(logs.wants_json())
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")

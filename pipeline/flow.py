@@ -12,6 +12,7 @@ import ray.data
 
 from actors.generator import EngineFactory, GenerationActor
 from actors.prompter import PromptActor
+from pipeline import logs
 from pipeline.config import RunConfig
 from pipeline.decoding.build import build_engine
 from pipeline.decoding.memory import MAX_SLOTS
@@ -175,6 +176,7 @@ def generate(
         "text_column": config.text_column,
         "run_id": run_id,
         "committer": Committer(job.store, plan, units[0].generation),
+        "json_logs": logs.wants_json(),
     }
     in_flight = batches_in_flight(config, job.resolved.device, plan.unit_rows)
     markers = (

@@ -3,6 +3,7 @@
 Computed from marker counts alone, so that `jobs/status.py` says the same from outside.
 """
 
+import logging
 import sys
 import threading
 import time
@@ -12,7 +13,10 @@ from rich.console import Console
 from rich.progress import BarColumn, TextColumn
 from rich.progress import Progress as RichBar
 
+from pipeline.logs import wants_json
 from pipeline.stats import RunTotals
+
+logger = logging.getLogger(__name__)
 
 WORK_THREAD = "generate"  # the thread in which Ray Data runs
 _LINE_EVERY_S = 10.0
@@ -98,7 +102,10 @@ class Progress:
         if self._bar:
             self._bar.update(self._task, completed=counts.rows, description=str(snapshot))
         elif last or time.monotonic() >= self._next_line:
-            print(f"{time.strftime('%H:%M:%S')}  {snapshot}", file=sys.stderr, flush=True)
+            if wants_json():
+                logger.info("%s", snapshot, extra={"rows_done": counts.rows, "rows": self._total})
+            else:
+                print(f"{time.strftime('%H:%M:%S')}  {snapshot}", file=sys.stderr, flush=True)
             self._next_line = time.monotonic() + _LINE_EVERY_S
 
 

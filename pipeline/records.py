@@ -70,12 +70,27 @@ class GenerationStats:
     num_draft_tokens: int = 0
     num_accepted_draft_tokens: int = 0
     num_lossy_draft_tokens: int = 0  # accepted ones that the target alone would have rejected
+    latency_seconds: float = 0.0  # wall time from its first pass to its end
     prefill_seconds: float = 0.0
     decode_seconds: float = 0.0
     plain_decode_seconds: float | None = None
     draft_seconds: float = 0.0  # part of decode_seconds spent in the drafter
     num_control_steps: int = 0  # plain decode steps observed while this row was decoded
     control_seconds: float = 0.0  # their time
+    drafted_at: list[int] = field(default_factory=list)  # draft tokens by position in the draft
+    accepted_at: list[int] = field(default_factory=list)
+
+    def count_draft(self, drafted: int, accepted: int) -> None:
+        """A verification of `drafted` tokens, of which the first `accepted` stood."""
+        self.num_spec_steps += 1
+        self.num_draft_tokens += drafted
+        self.num_accepted_draft_tokens += accepted
+        missing = [0] * (drafted - len(self.drafted_at))
+        self.drafted_at += missing
+        self.accepted_at += missing
+        for position in range(drafted):
+            self.drafted_at[position] += 1
+            self.accepted_at[position] += position < accepted
 
     @property
     def draft_acceptance_rate(self) -> float | None:
@@ -137,6 +152,7 @@ RESULT_FIELDS = [
     pa.field("num_accepted_draft_tokens", pa.int64()),
     pa.field("num_lossy_draft_tokens", pa.int64()),
     pa.field("draft_acceptance_rate", pa.float64()),
+    pa.field("latency_seconds", pa.float64()),
     pa.field("prefill_seconds", pa.float64()),
     pa.field("decode_seconds", pa.float64()),
     pa.field("plain_decode_seconds", pa.float64()),
@@ -150,6 +166,8 @@ EVIDENCE_FIELDS = [
     pa.field("_control_seconds", pa.float64()),
     pa.field("_idle_seconds", pa.float64()),  # engine idle since the batch before
     pa.field("_busy_seconds", pa.float64()),
+    pa.field("_drafted_at", pa.list_(pa.int64())),
+    pa.field("_accepted_at", pa.list_(pa.int64())),
 ]
 
 

@@ -13,9 +13,10 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from pipeline import report
+from pipeline import logs, report
 from pipeline.config import RunConfig
 from pipeline.errors import DraftmillError, ErrorRateExceeded, RunFailed
+from pipeline.htmlreport.page import REPORT_NAME, write_report
 from pipeline.prepare import Job, plan_run, prepare
 from pipeline.progress import Progress, is_working
 from pipeline.stats import RunTotals, fails_early
@@ -51,6 +52,7 @@ def run(config: RunConfig, options: Options = Options(), make_factory: Any = Non
     """
     job = prepare(config)
     run_id = f"{time.strftime('%Y%m%dT%H%M%S', time.gmtime())}-{uuid.uuid4().hex[:6]}"
+    logs.bind(run_id=run_id)
     with Lease(job.store, run_id) as lease:
         plan = _begin(job, options)
         ledger = Ledger(job.store)
@@ -85,7 +87,7 @@ def _discard(store: Store) -> None:
     store.delete(parts)
     for folder in ("published", "commits", "data"):
         store.delete_folder(f"{RUN_FOLDER}/{folder}")
-    store.delete([SUMMARY_NAME])
+    store.delete([SUMMARY_NAME, REPORT_NAME])
 
 
 def _refuse_failing_run(job: Job, plan: Plan, ledger: Ledger) -> None:
@@ -189,6 +191,7 @@ def _finish(job: Job, plan: Plan, ledger: Ledger, run_id: str, seconds: float | 
         totals, new = _sums(job.store, plan, ledger, run_id)
         summary = report.summary(job, totals, new, seconds, run_id)
         job.store.put(SUMMARY_NAME, json.dumps(summary, indent=1).encode())
+        write_report(job, plan, ledger, summary)
         report.print_summary(summary)
         report.print_first_rows(job, plan)
     if exceeded:
@@ -199,13 +202,20 @@ def _finish(job: Job, plan: Plan, ledger: Ledger, run_id: str, seconds: float | 
             "generate them anew with --retry-failed.",
             flush=True,
         )
+        _name_report(job)
         return _EXIT_ERRORS
     if not job.store.exists(SUCCESS):
         success = {"rows": counts.rows, "fingerprint": job.fingerprint, "run_id": run_id}
         job.store.put(SUCCESS, json.dumps(success).encode())
     job.store.delete_folder(DATA)  # all of it is published
     print(f"results: {job.store.url}", flush=True)
+    _name_report(job)
     return 0
+
+
+def _name_report(job: Job) -> None:
+    if job.store.exists(REPORT_NAME):
+        print(f"report:  {job.store.url}/{REPORT_NAME}", flush=True)
 
 
 def _sums(store: Store, plan: Plan, ledger: Ledger, run_id: str) -> tuple[RunTotals, RunTotals]:

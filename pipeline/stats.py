@@ -1,7 +1,9 @@
 """Run totals: integers and seconds that add up; every rate is derived from the sums."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields
+from itertools import zip_longest
+from operator import add, sub
 from typing import Any
 
 import pyarrow as pa
@@ -37,14 +39,17 @@ class RunTotals:
     measured_prefill_seconds: float = 0.0
     measured_decode_seconds: float = 0.0
     plain_decode_seconds: float = 0.0
+    # Draft tokens, and accepted ones, by their position in the draft.
+    drafted_at: list[int] = field(default_factory=list)
+    accepted_at: list[int] = field(default_factory=list)
 
     def __add__(self, other: "RunTotals") -> "RunTotals":
         mine, theirs = vars(self), vars(other)
-        return RunTotals(**{name: mine[name] + theirs[name] for name in mine})
+        return RunTotals(**{name: _combine(add, mine[name], theirs[name]) for name in mine})
 
     def __sub__(self, other: "RunTotals") -> "RunTotals":
         mine, theirs = vars(self), vars(other)
-        return RunTotals(**{name: mine[name] - theirs[name] for name in mine})
+        return RunTotals(**{name: _combine(sub, mine[name], theirs[name]) for name in mine})
 
     @classmethod
     def from_mapping(cls, values: Mapping[str, Any]) -> "RunTotals":
@@ -58,7 +63,7 @@ class RunTotals:
         counts = {f"rows_{v['values']}": v["counts"] for v in pc.value_counts(status).to_pylist()}
         names = {f.name for f in fields(cls)}
         sums = {
-            name.lstrip("_"): pc.sum(table.column(name)).as_py() or 0
+            name.lstrip("_"): _column_sum(table.column(name))
             for name in table.column_names
             if name.lstrip("_") in names and name != "plain_decode_seconds"
         }
@@ -119,6 +124,20 @@ def fails_early(counts: RunTotals, max_error_rate: float) -> bool:
     """Whether most of the first rows failed, so that the rest would only cost time."""
     limit = max(EARLY_ERROR_RATE, max_error_rate)
     return counts.rows >= EARLY_ROWS and counts.error_rate > limit
+
+
+def _combine(operation: Callable[[Any, Any], Any], mine: Any, theirs: Any) -> Any:
+    """Numbers, or lists of them by position."""
+    if isinstance(mine, list):
+        return [operation(a, b) for a, b in zip_longest(mine, theirs, fillvalue=0)]
+    return operation(mine, theirs)
+
+
+def _column_sum(column: pa.ChunkedArray) -> Any:
+    if pa.types.is_list(column.type):
+        lists = (values or [] for values in column.to_pylist())
+        return [sum(position) for position in zip_longest(*lists, fillvalue=0)]
+    return pc.sum(column).as_py() or 0
 
 
 def _sum(table: pa.Table, column: str) -> float:

@@ -19,13 +19,13 @@ README = (ROOT / "README.md").read_text(encoding="utf-8")
 
 # Each room may import from the rooms above it, and `store` and `decoding` never meet.
 LAYERS = [
-    {"pipeline.errors", "pipeline.sections"},
+    {"pipeline.errors", "pipeline.sections", "pipeline.logs"},
     {"pipeline.config", "pipeline.records"},
     {"pipeline.stats", "pipeline.templates", "pipeline.identity"},
     {"pipeline.prompts", "pipeline.progress"},
     {"pipeline.store", "pipeline.decoding"},
     {"pipeline.prepare", "actors", "pipeline.status", "pipeline.benchmark"},
-    {"pipeline.report", "pipeline.flow", "pipeline.dryrun"},
+    {"pipeline.report", "pipeline.htmlreport", "pipeline.flow", "pipeline.dryrun"},
     {"pipeline.monitor"},
     {"pipeline.run"},
     {"pipeline.cli"},

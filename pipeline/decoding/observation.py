@@ -92,18 +92,14 @@ class RowObserver:
         for step in decode:
             if not step.drafted:
                 control[bucket_of(1, step.context)].append(step.seconds - step.draft_seconds)
-        accepted = sum(step.accepted for step in decode)
         decode_seconds = sum(step.seconds for step in decode)
         completion_tokens = len(self.end.tokens)
         decoded = count_buckets(self.prompt_tokens + 1, max(0, completion_tokens - 1))
-        return GenerationStats(
-            method=method if accepted else "plain",
+        stats = GenerationStats(
             prompt_tokens=self.prompt_tokens,
             completion_tokens=completion_tokens,
             num_target_forwards=len(self.steps),
-            num_spec_steps=sum(step.drafted > 0 for step in decode),
-            num_draft_tokens=sum(step.drafted for step in decode),
-            num_accepted_draft_tokens=accepted,
+            latency_seconds=finished - self.started,
             prefill_seconds=finished - self.started - decode_seconds,
             decode_seconds=decode_seconds,
             plain_decode_seconds=self.clock.plain_row_seconds(decoded, control),
@@ -111,6 +107,11 @@ class RowObserver:
             num_control_steps=sum(map(len, control.values())),
             control_seconds=sum(map(sum, control.values())),
         )
+        for step in decode:
+            if step.drafted:
+                stats.count_draft(step.drafted, step.accepted)
+        stats.method = method if stats.num_accepted_draft_tokens else "plain"
+        return stats
 
 
 class GuardedLookup:

@@ -29,6 +29,7 @@ class Row:
         self.slot = -1
         self.num_cached = 0
         self.prefilling = True
+        self._started: float | None = None  # on `time.monotonic()`'s clock
         self.stats = GenerationStats(prompt_tokens=self.num_prompt_tokens)
         self.accepted_by: Counter[Method] = Counter()  # draft tokens
         self._plain_tokens: Counter[Bucket] = Counter()
@@ -49,6 +50,7 @@ class Row:
         self.slot = slot
         self.num_cached = 0
         self.prefilling = True
+        self._started = self._started or time.monotonic()
         if self.end.deadline is None and self.sampling.timeout_s is not None:
             self.end.deadline = time.monotonic() + self.sampling.timeout_s
 
@@ -67,9 +69,8 @@ class Row:
         stats.completion_tokens += len(kept)
         if num_drafted:
             # Drafts past the row's end never mattered to it: neither drafted nor accepted.
-            stats.num_spec_steps += 1
-            stats.num_draft_tokens += min(num_drafted, len(kept)) if over else num_drafted
-            stats.num_accepted_draft_tokens += min(len(lossy), len(kept))
+            drafted = min(num_drafted, len(kept)) if over else num_drafted
+            stats.count_draft(drafted, min(len(lossy), len(kept)))
             stats.num_lossy_draft_tokens += sum(lossy[: len(kept)])
         return over
 
@@ -92,6 +93,7 @@ class Row:
     def complete(self, clock: ControlClock) -> Completion:
         """The finished row. Its method is the one that gave it most accepted tokens."""
         stats = self.stats
+        stats.latency_seconds = time.monotonic() - (self._started or time.monotonic())
         if stats.num_accepted_draft_tokens:
             stats.method = max(self.accepted_by, key=lambda method: self.accepted_by[method])
         stats.plain_decode_seconds = clock.plain_row_seconds(self._plain_tokens, self._control)

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from pipeline.errors import RunFailed
@@ -73,6 +74,7 @@ def commit_rows(store: Store, rows: pa.Table, generation: int) -> str:
         f"{run_id}-{uuid.uuid4().hex[:8]}",
         totals,
     )
+    methods = rows.column("method").drop_null()
     data = to_parquet(rows.drop_columns([f.name for f in EVIDENCE_FIELDS]))
     store.put(commit.data, data)
     check_written(store, commit.data, rows.num_rows)
@@ -81,6 +83,7 @@ def commit_rows(store: Store, rows: pa.Table, generation: int) -> str:
         "data": commit.data,
         "bytes": len(data),
         "run_id": run_id,
+        "methods": {v["values"]: v["counts"] for v in pc.value_counts(methods).to_pylist()},
     }
     write_marker(store, commit.marker, body, totals)
     return commit.marker

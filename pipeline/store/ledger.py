@@ -202,6 +202,12 @@ class Ledger:
         return names
 
 
+def unit_of(marker: str) -> str:
+    """`<file id>:<start>-<stop>`: how logs name the unit of a commit marker."""
+    commit = Commit.parse(marker)
+    return f"{commit.file_id}:{commit.start}-{commit.stop}" if commit else marker
+
+
 def write_marker(store: Store, marker: str, body: dict[str, Any], totals: RunTotals) -> None:
     """Put a marker: the commit point."""
     content = {**body, "totals": vars(totals)}
@@ -218,7 +224,7 @@ def _format_counts(counts: RunTotals) -> str:
 
 
 def _parse_counts(match: re.Match[str]) -> RunTotals:
-    return RunTotals(**{name: int(match[name]) for name in _TAGS.values()})
+    return RunTotals.from_mapping({name: int(match[name]) for name in _TAGS.values()})
 
 
 assert {f"rows_{status}" for status in STATUSES} <= set(_TAGS.values())

@@ -12,7 +12,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from pipeline.errors import RunFailed
-from pipeline.records import FAILED
+from pipeline.records import EVIDENCE_FIELDS, FAILED
 from pipeline.stats import RunTotals
 from pipeline.store.commit import check_written, to_parquet
 from pipeline.store.files import Store
@@ -145,7 +145,7 @@ def _totals(
         (read_totals(store, m) for m in markers + ([previous.marker] if previous else [])),
         RunTotals(),
     )
-    for name in ("draft_seconds", "num_control_steps", "control_seconds"):
+    for field in EVIDENCE_FIELDS:
+        name = field.name.lstrip("_")
         setattr(totals, name, getattr(evidence, name))
-    totals.idle_seconds, totals.busy_seconds = evidence.idle_seconds, evidence.busy_seconds
     return totals

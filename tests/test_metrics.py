@@ -60,7 +60,9 @@ def scrape() -> dict[str, float]:
     for name, labels, value in re.findall(r"^(ray_\w+)\{(.*)\} (\S+)$", text, re.MULTILINE):
         known = re.findall(r'(status|mode|le)="([^"]*)"', labels)
         key = name + "".join(f" {label}={found}" for label, found in sorted(known))
-        values[key] = values.get(key, 0.0) + float(value)
+        gauge = name.endswith(("_timestamp", "_depth"))  # several processes: sums mean nothing
+        known_value = values.get(key, 0.0)
+        values[key] = max(known_value, float(value)) if gauge else known_value + float(value)
     return values
 
 

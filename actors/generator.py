@@ -6,6 +6,7 @@ Ray Data makes it an actor; tests use it without a cluster.
 """
 
 import asyncio
+import json
 import logging
 import queue
 import threading
@@ -161,6 +162,7 @@ def _evidence(completion: Completion | None) -> dict[str, Any]:
         "_control_seconds": stats.control_seconds,
         "_drafted_at": stats.drafted_at,
         "_accepted_at": stats.accepted_at,
+        "_steps": json.dumps(stats.steps) if stats.steps else None,
     }
 
 

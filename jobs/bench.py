@@ -102,6 +102,60 @@ def generate(
 
 
 @app.command()
+def auto(
+    model: Model,
+    prompts: Prompts,
+    workloads: Annotated[
+        str, typer.Option(help="Tasks of the prompts, `random` and `copy`.")
+    ] = "summarization,translation,random,copy",
+    slots: Annotated[str, typer.Option(help="Rows at a time.")] = "1,4,16",
+    methods: Annotated[str, typer.Option(help="Fixed choices to compare with.")] = "prompt_lookup",
+    drafts: Annotated[str, typer.Option(help="Their draft lengths.")] = "1,3,5,10",
+    drafter: Annotated[str | None, typer.Option(help="Drafter that auto may use.")] = None,
+    exit_layer: Annotated[int | None, typer.Option(help="Exit that auto may use.")] = None,
+    max_new_tokens: Annotated[int, typer.Option(help="Per row.")] = 64,
+    rows_per_slot: Annotated[int, typer.Option(help="Rows are as many times the slots.")] = 2,
+    least_rows: Annotated[int, typer.Option(help="Rows at least.")] = 4,
+    repeats: Annotated[int, typer.Option(help="Interleaved runs.")] = 5,
+    dtype: DType = "auto",
+    threads: Threads = CORES,
+    chat: Annotated[bool, typer.Option(help="Prompts as user turns.")] = True,
+    json_: Annotated[Path | None, typer.Option("--json", help="File of the results.")] = None,
+) -> None:
+    """`method: auto` against plain and the best fixed method and length, found by one run each."""
+    with errors_to_exit_codes():
+        quiet_libraries()
+        from pipeline.benchmark.auto import AutoSettings, check, measure_auto
+        from pipeline.benchmark.report import show_auto
+        from pipeline.decoding.loading import set_threads
+
+        def save(results: dict[str, Any]) -> None:
+            if json_ is not None:
+                json_.write_text(json.dumps(results, indent=1, default=str))
+
+        settings = AutoSettings(
+            model=model,
+            prompts=prompts,
+            workloads=_words(workloads),
+            slots=_numbers("--slots", slots),
+            methods=_words(methods),  # type: ignore[arg-type]
+            lengths=_numbers("--drafts", drafts),
+            drafter=drafter,
+            exit_layer=exit_layer,
+            max_new_tokens=max_new_tokens,
+            rows_per_slot=rows_per_slot,
+            least_rows=least_rows,
+            repeats=repeats,
+            threads=threads,
+            dtype=dtype,
+            chat=chat,
+        )
+        check(settings)
+        set_threads(threads)
+        show_auto(measure_auto(settings, save))
+
+
+@app.command()
 def step(
     model: Model,
     dtype: DType = "auto",

@@ -10,6 +10,7 @@ from typing import Literal
 import pyarrow as pa
 
 from pipeline.errors import ConfigError
+from pipeline.steptable import StepTable
 
 Status = Literal["ok", "error", "timeout", "skipped"]
 STATUSES: tuple[Status, ...] = ("ok", "error", "timeout", "skipped")
@@ -77,6 +78,7 @@ class GenerationStats:
     draft_seconds: float = 0.0  # part of decode_seconds spent in the drafter
     num_control_steps: int = 0  # plain decode steps observed while this row was decoded
     control_seconds: float = 0.0  # their time
+    steps: StepTable = field(default_factory=StepTable)  # its shares of decode steps, by kind
     drafted_at: list[int] = field(default_factory=list)  # draft tokens by position in the draft
     accepted_at: list[int] = field(default_factory=list)
 
@@ -164,6 +166,7 @@ EVIDENCE_FIELDS = [
     pa.field("_draft_seconds", pa.float64()),
     pa.field("_num_control_steps", pa.int64()),
     pa.field("_control_seconds", pa.float64()),
+    pa.field("_steps", pa.string()),  # a `StepTable` as JSON
     pa.field("_idle_seconds", pa.float64()),  # engine idle since the batch before
     pa.field("_busy_seconds", pa.float64()),
     pa.field("_drafted_at", pa.list_(pa.int64())),

@@ -24,11 +24,14 @@ _USELESS = {
     "universal": "the draft model writes other text than the target",
     "mtp_drafter": "the assistant was probably made for another target",
 }
+_SHOWN_STEPS = 8
 _RATES = (
     "draft_acceptance_rate",
     "mean_acceptance_length",
     "decode_speedup",
+    "decode_speedup_interval",
     "job_speedup",
+    "job_speedup_interval",
 )
 _FIRST_ROWS = 3
 _RAISED = re.compile(r"^((?:\w+\.)*[A-Z]\w+): (.+)$", re.MULTILINE)
@@ -74,6 +77,7 @@ def summary(
         "rates": {name: getattr(totals, name) for name in _RATES},
         "time_shares": _time_shares(totals),
         "control": _control(totals),
+        "steps": totals.steps.rates(),
         "versions": versions(),
     }
 
@@ -98,6 +102,26 @@ def print_summary(summary: dict[str, Any]) -> None:
     for name, value in lines:
         table.add_row(name, value)
     Console(soft_wrap=True).print(table)
+    _print_steps(summary["steps"])
+
+
+def _print_steps(steps: list[dict[str, Any]]) -> None:
+    """What decode steps yielded, the kinds that took most of the time: plain steps are the
+    evidence behind the speedups."""
+    shown = sorted(steps, key=lambda step: -step["steps"])[:_SHOWN_STEPS]
+    table = Table("rows in a step", "drafts by", "draft tokens", "steps", "tokens/s")
+    for step in steps:
+        if step in shown:
+            rate = step["tokens_per_second"]
+            table.add_row(
+                f"up to {step['occupancy']}",
+                step["method"],
+                str(step["draft_tokens"] or "-"),
+                f"{step['steps']:,}",
+                f"{rate:,.1f}" if rate else "-",
+            )
+    if shown:
+        Console(soft_wrap=True).print(table)
 
 
 def print_first_rows(job: Job, plan: Plan) -> None:
@@ -157,7 +181,10 @@ def _rate_lines(summary: dict[str, Any]) -> list[tuple[str, str]]:
     )
     for name, label in (("job_speedup", "job speedup"), ("decode_speedup", "decode speedup")):
         value = rates[name]
-        lines.append((label, f"{value:.2f}x ({evidence})" if value else f"unknown ({evidence})"))
+        interval = rates[f"{name}_interval"]
+        between = f"{interval[0]:.2f} to {interval[1]:.2f}; " if interval else ""
+        figure = f"{value:.2f}x ({between}{evidence})" if value else f"unknown ({evidence})"
+        lines.append((label, figure))
     return lines
 
 

@@ -9,6 +9,8 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from pipeline.steptable import StepTable
+
 
 @dataclass
 class RunTotals:
@@ -42,6 +44,10 @@ class RunTotals:
     # Draft tokens, and accepted ones, by their position in the draft.
     drafted_at: list[int] = field(default_factory=list)
     accepted_at: list[int] = field(default_factory=list)
+    steps: StepTable = field(default_factory=StepTable)
+
+    def __post_init__(self) -> None:
+        self.steps = StepTable(self.steps)  # from JSON it is a plain dict
 
     def __add__(self, other: "RunTotals") -> "RunTotals":
         mine, theirs = vars(self), vars(other)
@@ -65,7 +71,7 @@ class RunTotals:
         sums = {
             name.lstrip("_"): _column_sum(table.column(name))
             for name in table.column_names
-            if name.lstrip("_") in names and name != "plain_decode_seconds"
+            if name.lstrip("_") in names and name not in ("plain_decode_seconds", "_steps")
         }
         measured = table.filter(pc.is_valid(table.column("plain_decode_seconds")))
         return cls(
@@ -75,6 +81,9 @@ class RunTotals:
             measured_prefill_seconds=_sum(measured, "prefill_seconds"),
             measured_decode_seconds=_sum(measured, "decode_seconds"),
             plain_decode_seconds=_sum(measured, "plain_decode_seconds"),
+            steps=StepTable.parse(
+                table.column("_steps").to_pylist() if "_steps" in table.column_names else ()
+            ),
         )
 
     @property
@@ -114,6 +123,24 @@ class RunTotals:
         if not self.rows_measured or measured <= 0:
             return None
         return (self.measured_prefill_seconds + self.plain_decode_seconds) / measured
+
+    @property
+    def decode_speedup_interval(self) -> tuple[float, float] | None:
+        """95 % interval of `decode_speedup`, from the spread of the plain steps behind it."""
+        return self._interval(self.decode_speedup, 1.0)
+
+    @property
+    def job_speedup_interval(self) -> tuple[float, float] | None:
+        """95 % interval of `job_speedup`; the prefill is measured on both sides."""
+        whole = self.measured_prefill_seconds + self.plain_decode_seconds
+        return self._interval(self.job_speedup, self.plain_decode_seconds / whole if whole else 0.0)
+
+    def _interval(self, speedup: float | None, plain_share: float) -> tuple[float, float] | None:
+        error = self.steps.plain_error()
+        if speedup is None or error is None:
+            return None
+        half = speedup * error * plain_share
+        return speedup - half, speedup + half
 
 
 EARLY_ROWS = 200

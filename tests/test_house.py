@@ -19,7 +19,7 @@ README = (ROOT / "README.md").read_text(encoding="utf-8")
 
 # Each room may import from the rooms above it, and `store` and `decoding` never meet.
 LAYERS = [
-    {"pipeline.errors", "pipeline.sections", "pipeline.logs"},
+    {"pipeline.errors", "pipeline.sections", "pipeline.logs", "pipeline.steptable"},
     {"pipeline.config", "pipeline.records"},
     {"pipeline.stats", "pipeline.templates", "pipeline.identity"},
     {"pipeline.prompts", "pipeline.progress"},

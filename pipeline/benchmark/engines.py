@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from pipeline.benchmark.models import Models
@@ -17,8 +17,9 @@ from pipeline.decoding.memory import SlotBudget
 from pipeline.decoding.rows import Row
 from pipeline.decoding.timing import StepTimes
 from pipeline.errors import EngineError
-from pipeline.records import GenerationRequest, SamplingParams
+from pipeline.records import GenerationRequest, GenerationStats, SamplingParams
 from pipeline.sections import DecodingConfig, Method
+from pipeline.stats import RunTotals
 
 _WARM_UP_TOKENS = 4
 _DRAFT_CONFIDENCE = 0.4  # as in transformers
@@ -139,7 +140,9 @@ class EngineContender:
             prefix=shared_head(workload.prompts) if self._share_prefix else (),
         )
         warm_up(engine, workload.prompts[0])
-        sampling = params(workload.max_new_tokens, workload.ignore_end)
+        sampling = replace(
+            params(workload.max_new_tokens, workload.ignore_end), temperature=workload.temperature
+        )
         started = time.perf_counter()
         add_rows(engine, workload.prompts, sampling)
         finish(engine)
@@ -150,6 +153,7 @@ class EngineContender:
 def _run_of(engine: RecordingEngine, seconds: float, *, drafts: bool) -> Run:
     stats = [row.stats for row in engine.rows.values()]
     accepted = sum(one.num_accepted_draft_tokens for one in stats)
+    totals = _totals(stats)
     return Run(
         [row.end.tokens for row in engine.rows.values()],
         seconds,
@@ -158,6 +162,19 @@ def _run_of(engine: RecordingEngine, seconds: float, *, drafts: bool) -> Run:
         target_passes=sum(one.num_target_forwards for one in stats),
         draft_tokens=sum(one.num_draft_tokens for one in stats) if drafts else None,
         accepted_draft_tokens=accepted if drafts else None,
+        decode_speedup=totals.decode_speedup,
+        job_speedup=totals.job_speedup,
+    )
+
+
+def _totals(stats: Sequence[GenerationStats]) -> RunTotals:
+    """What the speedups of a run need."""
+    known = [one for one in stats if one.plain_decode_seconds is not None]
+    return RunTotals(
+        rows_measured=len(known),
+        measured_prefill_seconds=sum(one.prefill_seconds for one in known),
+        measured_decode_seconds=sum(one.decode_seconds for one in known),
+        plain_decode_seconds=sum(one.plain_decode_seconds or 0.0 for one in known),
     )
 
 

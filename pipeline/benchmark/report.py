@@ -21,6 +21,39 @@ def show(results: Results) -> None:
         console.print(_steps(results.breakdowns))
 
 
+def show_auto(results: Mapping[str, Any]) -> None:
+    """Print the verdicts on `method: auto`."""
+    settings = results["settings"]
+    table = Table(title=f"{settings['model']} {settings['dtype']}, decode tokens/s by medians")
+    heads = (
+        "workload",
+        "slots",
+        "best fixed",
+        "plain",
+        "best",
+        "auto",
+        "auto/plain",
+        "auto/better",
+    )
+    for head in (*heads, "job speedup\nmeasured", "estimated", "estimate/\nmeasured", "plain's"):
+        table.add_column(head, justify="right")
+    for case in results["cases"]:
+        rates, interval = case["tokens_per_second"], case["measured_interval"]
+        between = f" ({interval[0]:.2f} to {interval[1]:.2f})" if interval else ""
+        figures = ("estimated_job_speedup", "estimate_over_measured", "estimated_plain_speedup")
+        table.add_row(
+            case["workload"],
+            str(case["slots"]),
+            case["best"],
+            *(f"{rates[name]:.1f}" for name in ("plain", "best", "auto")),
+            f"{case['auto_over_plain']:.2f}",
+            f"{case['auto_over_better']:.2f}",
+            f"{case['measured_job_speedup']:.2f}{between}",
+            *("-" if case[name] is None else f"{case[name]:.2f}" for name in figures),
+        )
+    Console(width=None if sys.stdout.isatty() else _WIDTH).print(table)
+
+
 def _contenders(results: Mapping[str, Any]) -> Table:
     baselines: Sequence[str] = results["baselines"]
     workload, settings = results["workload"], results["settings"]

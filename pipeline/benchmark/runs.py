@@ -13,7 +13,8 @@ class Run:
     """One run over all rows. None: the contender does not tell.
 
     `tokens`: per row the ids generated, its end token included. Seconds are wall time, of all rows
-    together; `prefill_seconds` last to the rows' first tokens, and `decode_seconds` are all the
+    together (`decode_speedup` and `job_speedup` are our own estimates against plain steps);
+    `prefill_seconds` last to the rows' first tokens, and `decode_seconds` are all the
     rest. `target_passes`, summed over rows: passes that yielded tokens of the row. `others_cpu`:
     share of all cores that other processes used meanwhile.
     """
@@ -26,6 +27,8 @@ class Run:
     draft_tokens: int | None = None
     accepted_draft_tokens: int | None = None
     others_cpu: float = 0.0
+    decode_speedup: float | None = None
+    job_speedup: float | None = None
 
     @property
     def decode_seconds(self) -> float | None:

@@ -27,13 +27,14 @@ class Workload:
     """What every contender generates.
 
     `texts`: the prompts as text, without chat markup. `prompts`: their token ids with it.
-    `ignore_end`: go on to `max_new_tokens` whatever the model says.
+    `ignore_end`: go on to `max_new_tokens` whatever the model says. `temperature`: 0 is greedy.
     """
 
     texts: Sequence[str]
     prompts: Sequence[Sequence[int]]
     max_new_tokens: int
     ignore_end: bool = False
+    temperature: float = 0.0
     _rounding: int = field(default=64, repr=False)
 
     @property

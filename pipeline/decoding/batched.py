@@ -13,6 +13,7 @@ from typing import Any
 from torch import Tensor
 
 from pipeline.config import Method
+from pipeline.decoding.accounts import charge, charge_control
 from pipeline.decoding.admission import Admission
 from pipeline.decoding.cache import SlotCache
 from pipeline.decoding.choosing import Chooser, Position, choice_error
@@ -192,25 +193,17 @@ class BatchedEngine:
         started = time.perf_counter()
         drafts = self._propose(rows) if drafting else [[] for _ in rows]
         drafted = time.perf_counter()
-        step, verified = self._verify(rows, drafts)
+        verified = self._verify(rows, drafts)
         seconds = time.perf_counter() - drafted
-        num_drafted, accepted = sum(map(len, drafts)), [one.num_accepted for one in verified]
+        accepted = [one.num_accepted for one in verified]
         draft_seconds = drafted - started if self._drafter else 0.0
-        self.times.decode(seconds, draft_seconds, step.num_tokens, len(rows))
-        if num_drafted:
-            tokens = len(rows) + sum(accepted)
-            self._clock.record_drafted(bucket, tokens, seconds + draft_seconds)
-        else:  # a futile search for drafts is no part of a plain step
-            self._clock.record_control(bucket, seconds, len(rows))
+        report = StepReport(rows, bucket, drafts, accepted, seconds, draft_seconds)
+        methods: set[Method] = set()
         if self._drafter is not None:
-            report = StepReport(rows, bucket, drafts, accepted, seconds, draft_seconds)
             self._drafter.after_step(report)
-        for row, draft, one in zip(rows, drafts, verified, strict=True):
-            share = seconds * (1 + len(draft)) / step.num_tokens
-            own_draft = draft_seconds * (len(draft) / num_drafted if num_drafted else 1 / len(rows))
-            row.record_decode(bucket, one.num_accepted + 1, share + own_draft, own_draft)
-            if not num_drafted:
-                row.record_control(bucket, share)
+            of = zip(rows, drafts, strict=True)
+            methods = {self._drafter.method_of(row, self._method) for row, draft in of if draft}
+        charge(report, rows, methods, self.times, self._clock)
         return self._commit(rows, drafts, verified)
 
     def _is_control(self, rows: list[Row], bucket: Bucket) -> bool:
@@ -223,11 +216,7 @@ class BatchedEngine:
         started = time.perf_counter()
         self._verify(rows, [[] for _ in rows])
         seconds = time.perf_counter() - started
-        self.times.decode(seconds, 0.0, len(rows), len(rows))
-        self._clock.record_control(bucket, seconds, len(rows))
-        for row in rows:
-            row.record_decode(bucket, 0, seconds / len(rows), 0.0)
-            row.record_control(bucket, seconds / len(rows))
+        charge_control(rows, bucket, seconds, self.times, self._clock)
         return False
 
     def _propose(self, rows: list[Row]) -> list[list[int]]:
@@ -235,7 +224,7 @@ class BatchedEngine:
         limits = [min(self._num_draft_tokens, row.max_draft_tokens) for row in rows]
         return self._drafter.propose(rows, limits)
 
-    def _verify(self, rows: list[Row], drafts: list[list[int]]) -> tuple[Step, list[Verified]]:
+    def _verify(self, rows: list[Row], drafts: list[list[int]]) -> list[Verified]:
         """One pass over each row's last token and its draft."""
         spans = [
             Span(row.slot, row.num_cached, [row.tokens[-1], *draft])
@@ -254,11 +243,10 @@ class BatchedEngine:
             drafted = self._drafter.draft_logits()
             choices = self._ensemble.choose_drafted(logits, drafted, positions, targets, drafts)
         bounds = list(zip(step.offsets, step.offsets[1:], strict=False))
-        verified = [
+        return [
             verify(draft, choices[a:b], targets[a:b])
             for draft, (a, b) in zip(drafts, bounds, strict=True)
         ]
-        return step, verified
 
     def _commit(
         self, rows: list[Row], drafts: list[list[int]], verified: list[Verified]

@@ -7,6 +7,7 @@ second see all there is to count, in plain and in assisted decoding alike.
 
 import time
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import takewhile
 from typing import Any
@@ -16,6 +17,7 @@ import torch
 from pipeline.decoding.control import Bucket, ControlClock, bucket_of, count_buckets
 from pipeline.decoding.stopping import RowEnd
 from pipeline.records import GenerationStats
+from pipeline.steptable import PLAIN, StepKind, StepTable
 
 
 @dataclass(frozen=True)
@@ -106,12 +108,27 @@ class RowObserver:
             draft_seconds=sum(step.draft_seconds for step in decode),
             num_control_steps=sum(map(len, control.values())),
             control_seconds=sum(map(sum, control.values())),
+            steps=_table(decode, method),
         )
         for step in decode:
             if step.drafted:
                 stats.count_draft(step.drafted, step.accepted)
         stats.method = method if stats.num_accepted_draft_tokens else "plain"
         return stats
+
+
+def _table(steps: Sequence[Step], method: str) -> StepTable:
+    """Decode steps of one row by kind; the futile search for drafts is no part of a plain one."""
+    table = StepTable()
+    for step in steps:
+        bucket = bucket_of(1, step.context)
+        if step.drafted:
+            kind = StepKind(*bucket, method, step.drafted)
+            table.add(kind, 1, step.accepted + 1, step.seconds, 0.0)
+        else:
+            seconds = step.seconds - step.draft_seconds
+            table.add(StepKind(*bucket, PLAIN, 0), 1, 1, seconds, seconds)
+    return table
 
 
 class GuardedLookup:

@@ -27,8 +27,9 @@ MARGIN = 0.03  # by which drafts must be expected to win before they start
 _TRIAL_ROWS = 2
 _TRIAL_LENGTH = 4
 _CREDIT_STEPS = 3.0  # plain steps that may be lost at the start
-_PRIORS: Mapping[Method, float] = {"prompt_lookup": 0.5}
-_PRIOR = 0.65  # of drafts by models
+_PRIOR = 0.65  # of a draft token by a model
+# Of one by lookup, by the class of its match: a long one is a copy that goes on.
+_LOOKUP_PRIORS = {1: 0.3, 2: 0.4, 3: 0.5, 4: 0.65, 5: 0.8, 6: 0.9, 7: 0.95}
 _GUESSED_PASS: Mapping[Method, float] = {"early_exit": 0.3, "mtp": 0.1, "mtp_drafter": 0.2}
 
 
@@ -89,7 +90,8 @@ class DraftLengthController:
         self.plain_costs = PlainCosts()
         self.verify_costs = VerifyCosts()
         self.survival: dict[Method, Survival] = {
-            m: Survival(max_length, _PRIORS.get(m, _PRIOR)) for m in methods
+            m: Survival(max_length, _PRIOR, _LOOKUP_PRIORS if m == "prompt_lookup" else {})
+            for m in methods
         }
         self._draft_costs: dict[Method, DraftCosts] = {
             m: DraftCosts(_GUESSED_PASS.get(m, 0.5)) for m in methods if m != "prompt_lookup"

@@ -1,6 +1,7 @@
 """How often the draft tokens of a method stand, learnt from what became of earlier ones."""
 
 from collections import defaultdict
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -48,10 +49,11 @@ class Survival:
     rejection of a draft is seen; what comes after it says nothing, and counts for nothing.
     """
 
-    def __init__(self, places: int, prior: float) -> None:
-        """`places`: tokens of a draft at most. `prior`: chance of a token before any was seen."""
+    def __init__(self, places: int, prior: float, by_class: Mapping[int, float] = {}) -> None:
+        """`places`: tokens of a draft at most. `prior`: chance of a token before any was seen, and
+        `by_class` of classes where it is another."""
         self.places = places
-        self._prior = prior
+        self._prior, self._priors = prior, dict(by_class)
         self._classes: defaultdict[int, list[_Place]] = defaultdict(
             lambda: [_Place() for _ in range(places)]
         )
@@ -121,7 +123,7 @@ class Survival:
         found = self._cached.get(kind)
         if found is None:
             conditional, reach = [], []
-            expected, reached = self._prior, 1.0
+            expected, reached = self._priors.get(kind, self._prior), 1.0
             for place in self._classes[kind]:
                 # a place of which nothing is known does as the one before it
                 expected = (place.stood + _PRIOR_DRAFTS * expected) / (

@@ -142,7 +142,7 @@ class AutoDrafter(Drafter):
             count = len(shadow.draft)
             self.controller.observe(_LOOKUP, shadow.slot, shadow.kind, count, count, right)
         found = self._lookup.propose(rows, limits)
-        kinds = self._lookup.match_lengths
+        kinds = [_class_of(length) for length in self._lookup.match_lengths]
         for row, kind, draft in zip(rows, kinds, found, strict=True):
             self._shadows.watch(row, kind, draft)
         lags = {m: [drafter.lag(row) for row in rows] for m, drafter in self._others.items()}
@@ -176,6 +176,13 @@ class AutoDrafter(Drafter):
                     drafts[i], proposal.asked[i] = draft, lengths[i]
                     self._methods[row.slot] = method
         return drafts, proposal
+
+
+def _class_of(match_length: int) -> int:
+    """Class of a lookup's draft: 1, 2, 3, then 4 for up to 7 tokens, 5 up to 15, 6 up to 31, 7."""
+    if match_length < 4:
+        return match_length
+    return match_length.bit_length() + 1
 
 
 class _Proposal:

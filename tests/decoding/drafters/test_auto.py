@@ -165,4 +165,4 @@ def test_lookups_are_judged_without_being_submitted() -> None:
     assert completions["f:0"].stats.num_draft_tokens == 0
     survival = drafter.controller.survival["prompt_lookup"]
     assert survival.evidence >= 3
-    assert survival.first(3) > 0.6
+    assert sum(place.stood for places in survival._classes.values() for place in places) > 20

@@ -1,12 +1,13 @@
 import random
 from dataclasses import dataclass, field
+from itertools import takewhile
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline.decoding.drafters.prompt_lookup import PromptLookupDrafter
+from pipeline.decoding.drafters.prompt_lookup import LONGEST_MATCH, PromptLookupDrafter
 from pipeline.records import SamplingParams
 
 
@@ -42,7 +43,9 @@ def _naive(tokens: list[int], limit: int, sizes: range) -> tuple[list[int], int]
                 text = list(tokens)
                 for at in range(start, start + limit):
                     text.append(text[at])
-                return text[len(tokens) :], size
+                longest = min(LONGEST_MATCH, start)
+                same = (tokens[start - n : start] == tokens[-n:] for n in range(size, longest + 1))
+                return text[len(tokens) :], size - 1 + len(list(takewhile(bool, same)))
     return [], 0
 
 
@@ -115,7 +118,7 @@ def test_limits_are_kept_row_by_row() -> None:
     drafter = PromptLookupDrafter()
     drafts = drafter.propose(rows, [0, 1, 3, 50])
     assert [len(draft) for draft in drafts] == [0, 1, 3, 50]
-    assert drafter.match_lengths == [0, 3, 3, 3]
+    assert drafter.match_lengths == [0, 20, 20, 20]
     assert drafter.propose([], []) == [] and drafter.match_lengths == []
 
 
@@ -139,14 +142,15 @@ def test_nothing_is_read_before_a_draft_is_wanted() -> None:
 
 @pytest.mark.parametrize("alphabet", [1, 5, 10_000])
 def test_cost_and_memory_per_token_do_not_grow_with_the_text(alphabet: int) -> None:
-    """Each step reads its new tokens once per place in an n-gram, the end, and the draft."""
+    """Each step reads its new tokens once per place in an n-gram, the end, the draft, and
+    the match before it."""
     numbers = random.Random(0)
     row = Row(0, CountingList(numbers.randrange(alphabet) for _ in range(1000)))
     drafter = PromptLookupDrafter(max_ngram=3, min_ngram=2)
     for _ in range(3000):
         drafter.propose([row], [4])
         row.tokens.append(numbers.randrange(alphabet))
-    per_token = (3 + 2) + (3 + 2) + 4
+    per_token = (3 + 2) + (3 + 2) + 4 + 2 * LONGEST_MATCH
     assert len(row.tokens) < row.tokens.reads <= per_token * len(row.tokens)
     entries = [len(positions) for positions in drafter._indexes[0]._next.values()]
     assert max(entries) < len(row.tokens)

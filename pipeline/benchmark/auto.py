@@ -1,0 +1,183 @@
+"""`method: auto` against plain decoding and the best fixed choice, on texts of every kind.
+
+For each workload and number of slots one run of every fixed method and draft length finds the best
+of them; then auto, that one and plain take turns. What auto reports as its speedup is held against
+what the clock says of it and of plain runs beside it.
+"""
+
+import logging
+import math
+import random
+import statistics
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pipeline.benchmark.engines import EngineContender, EngineSetup
+from pipeline.benchmark.machine import describe_machine
+from pipeline.benchmark.models import Models
+from pipeline.benchmark.runs import Run, median
+from pipeline.benchmark.workload import Workload, load_workload, read_prompts
+from pipeline.errors import ConfigError
+from pipeline.sections import Method
+
+logger = logging.getLogger(__name__)
+
+RANDOM, COPY = "random", "copy"
+_RANDOM_TOKENS = 128
+_COPY_TOKENS = 96  # of a passage, given three times and a third
+_STUDENT_95 = {2: 12.7, 3: 4.30, 4: 3.18, 5: 2.78, 6: 2.57, 7: 2.45}  # by number of runs
+
+
+@dataclass(frozen=True)
+class AutoSettings:
+    """What to measure; the options of the command. `workloads`: tasks of the prompts' file,
+    `random` (tokens drawn at random, sampled: nothing can be predicted) and `copy` (passages that
+    repeat: everything can)."""
+
+    model: str
+    prompts: Path
+    workloads: tuple[str, ...]
+    slots: tuple[int, ...]
+    methods: tuple[Method, ...]
+    lengths: tuple[int, ...]
+    drafter: str | None
+    exit_layer: int | None
+    max_new_tokens: int
+    rows_per_slot: int
+    least_rows: int
+    repeats: int
+    threads: int
+    dtype: str
+    chat: bool
+
+
+def measure_auto(settings: AutoSettings, save: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
+    """Run everything.
+
+    Args:
+        save: called after each workload and number of slots with all results so far.
+
+    Raises:
+        ConfigError: for options that make no sense, or a model that cannot be had.
+    """
+    models = Models(settings.model, settings.drafter, settings.dtype)
+    results: dict[str, Any] = {
+        "machine": describe_machine(settings.threads, None),
+        "settings": {**vars(settings), "dtype": models.dtype},
+        "cases": [],
+    }
+    for name in settings.workloads:
+        for slots in settings.slots:
+            rows = max(settings.least_rows, settings.rows_per_slot * slots)
+            workload = make_workload(name, rows, settings, models)
+            results["cases"].append(_case(name, slots, workload, settings, models))
+            save(results)
+    return results
+
+
+def make_workload(name: str, rows: int, settings: AutoSettings, models: Models) -> Workload:
+    """Rows of a workload, always the same ones."""
+    length = settings.max_new_tokens
+    if name == RANDOM:
+        size = models.target.config.get_text_config().vocab_size
+        dice = random.Random(0)
+        prompts = [[dice.randrange(size) for _ in range(_RANDOM_TOKENS)] for _ in range(rows)]
+        return Workload([""] * rows, prompts, length, ignore_end=True, temperature=1.0)
+    if name == COPY:
+        passages = [
+            models.tokenizer(text, add_special_tokens=False)["input_ids"][:_COPY_TOKENS]
+            for text in read_prompts(settings.prompts, None, rows)
+        ]
+        prompts = [ids * 3 + ids[: len(ids) // 3] for ids in passages]
+        return Workload([""] * len(prompts), prompts, length, ignore_end=True)
+    return load_workload(
+        settings.prompts,
+        models.tokenizer,
+        task=name,
+        limit=rows,
+        max_new_tokens=length,
+        chat=settings.chat,
+    )
+
+
+def _case(
+    name: str, slots: int, workload: Workload, settings: AutoSettings, models: Models
+) -> dict[str, Any]:
+    def run(method: Method, length: int = 0) -> Run:
+        setup = EngineSetup(method, slots, length, settings.exit_layer)
+        result = EngineContender(setup.label, models, setup).run(workload)
+        logger.info(
+            "%s, %d slots: %s, %.1f tokens/s in decode", name, slots, setup.label, rate(result)
+        )
+        return result
+
+    screened = {choice: rate(run(*choice)) for choice in _fixed(settings)}
+    best = max(screened, key=lambda choice: screened[choice])
+    runs: dict[str, list[Run]] = {"auto": [], "best": [], "plain": []}
+    for _ in range(settings.repeats):
+        runs["auto"].append(run("auto"))
+        runs["plain"].append(run("plain"))
+        runs["best"].append(run(*best) if best[0] != "plain" else runs["plain"][-1])
+    return {
+        "workload": name,
+        "slots": slots,
+        "rows": len(workload.prompts),
+        "screened": {_label(*choice): value for choice, value in screened.items()},
+        "best": _label(*best),
+        "tokens_per_second": {
+            key: median([rate(one) for one in each]) for key, each in runs.items()
+        },
+        **verdict(runs["auto"], runs["best"], runs["plain"]),
+        "runs": {key: [one.figures() for one in each] for key, each in runs.items()},
+    }
+
+
+def _fixed(settings: AutoSettings) -> Iterator[tuple[Method, int]]:
+    yield "plain", 0
+    for method in settings.methods:
+        for length in settings.lengths:
+            yield method, length
+
+
+def _label(method: str, length: int) -> str:
+    return f"{method}:{length}" if length else method
+
+
+def rate(run: Run) -> float:
+    """Tokens a second of decoding; the rows' first tokens are the prefill's."""
+    assert run.decode_seconds is not None
+    return (run.num_tokens - len(run.tokens)) / run.decode_seconds
+
+
+def verdict(auto: Sequence[Run], best: Sequence[Run], plain: Sequence[Run]) -> dict[str, Any]:
+    """Auto against both, by medians of decode rates, and its estimates against the clock.
+
+    `measured_job_speedup` and its 95 % interval: of the logarithms of plain over auto wall seconds,
+    pair by pair.
+    """
+    rates = [statistics.median(rate(one) for one in each) for each in (auto, best, plain)]
+    logs = [math.log(b.total_seconds / a.total_seconds) for a, b in zip(auto, plain, strict=True)]
+    measured, interval = math.exp(statistics.mean(logs)), None
+    if (quantile := _STUDENT_95.get(len(logs))) is not None:
+        half = quantile * statistics.stdev(logs) / math.sqrt(len(logs))
+        interval = [measured * math.exp(-half), measured * math.exp(half)]
+    estimate = median([run.job_speedup for run in auto])
+    return {
+        "auto_over_plain": rates[0] / rates[2],
+        "auto_over_better": rates[0] / max(rates[1:]),
+        "estimated_job_speedup": estimate,
+        "measured_job_speedup": measured,
+        "measured_interval": interval,
+        "estimate_over_measured": estimate / measured if estimate else None,
+        "estimated_plain_speedup": median([run.job_speedup for run in plain]),
+    }
+
+
+def check(settings: AutoSettings) -> None:
+    """Raises ConfigError for options that make no sense."""
+    if min((*settings.slots, *settings.lengths, settings.repeats, settings.rows_per_slot)) < 1:
+        raise ConfigError("--slots, --drafts, --repeats, --rows-per-slot", "must be at least 1")
+    if {"plain", "auto"} & set(settings.methods):
+        raise ConfigError("--methods", "names what auto chooses from; plain is always among it")

@@ -26,6 +26,7 @@ from pipeline.records import (
     RESULT_FIELDS,
     Completion,
     GenerationRequest,
+    SamplingParams,
     completed_schema,
 )
 from pipeline.store.commit import Committer
@@ -89,11 +90,13 @@ class GenerationActor:
         indices = rows.column("source_row").to_pylist()
         statuses = rows.column("status").to_pylist()
         prompts = rows.column("prompt_token_ids").to_pylist()
+        sampling = map(_sampling, rows.column("sampling").to_pylist())
+        columns = zip(files, indices, statuses, prompts, sampling, strict=True)
         return [
             None
             if status is not None
-            else self._thread.submit(GenerationRequest(f"{file}:{index}", prompt))
-            for file, index, status, prompt in zip(files, indices, statuses, prompts, strict=True)
+            else self._thread.submit(GenerationRequest(f"{file}:{index}", prompt, own))
+            for file, index, status, prompt, own in columns
         ]
 
     def _table(self, rows: pa.Table, completions: list[Completion | None]) -> pa.Table:
@@ -123,6 +126,11 @@ class GenerationActor:
             for f in self._schema
         ]
         return pa.table(arrays, schema=self._schema)
+
+
+def _sampling(text: str | None) -> SamplingParams | None:
+    """A row's own parameters from the prompt stage."""
+    return None if text is None else SamplingParams.from_json(text)
 
 
 def _stage_results(rows: pa.Table) -> list[dict[str, Any]]:

@@ -13,6 +13,7 @@ from typing import Any, Literal, Union, get_args, get_origin
 import yaml
 from pydantic import BaseModel, Field, ValidationError, model_validator
 
+from pipeline.endpoint import ServeConfig
 from pipeline.errors import ConfigError
 from pipeline.sections import (
     DecodingConfig,
@@ -50,6 +51,7 @@ class RunConfig(Section):
     decoding: DecodingConfig = DecodingConfig()
     resources: ResourcesConfig = ResourcesConfig()
     faults: FaultsConfig = FaultsConfig()
+    serve: ServeConfig = ServeConfig()
 
     @model_validator(mode="after")
     def _room_for_a_prompt(self) -> "RunConfig":

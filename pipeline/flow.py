@@ -151,7 +151,13 @@ def _set_context() -> None:
 
 
 def generate(
-    job: Job, plan: Plan, units: Sequence[Unit], run_id: str, factory: EngineFactory, shares: Shares
+    job: Job,
+    plan: Plan,
+    units: Sequence[Unit],
+    run_id: str,
+    factory: EngineFactory,
+    shares: Shares,
+    prompter: type = PromptActor,
 ) -> None:
     """Generate and commit the units. Blocks until all are committed.
 
@@ -187,7 +193,7 @@ def generate(
             concurrency=_READ_TASKS,
         )
         .map_batches(
-            PromptActor,
+            prompter,
             fn_constructor_kwargs=prompts,
             batch_size=None,
             batch_format="pyarrow",

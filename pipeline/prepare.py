@@ -67,6 +67,17 @@ def prepare(config: RunConfig) -> Job:
     return Job(config, store, listing, schema, checkpoint, drafter, resolved, settings)
 
 
+def resolve_model(config: RunConfig) -> Resolved:
+    """Check the model references alone; resolve every `auto` of the model.
+
+    Raises:
+        ConfigError: naming the key and the remedy.
+    """
+    checkpoint = resolve(config.model.target, config.model.revision)
+    _resolve_drafter(config, checkpoint)
+    return _resolve(config, checkpoint)
+
+
 def plan_run(job: Job, *, new_run: bool = False) -> tuple[Plan, Plan | None]:
     """The plan to follow, and the stored plan that it continues (None: a new run).
 

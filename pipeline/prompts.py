@@ -331,7 +331,7 @@ def _result_columns(outcomes: Sequence[RenderedPrompt | RowError]) -> list[pa.Ar
 def _result(outcome: RenderedPrompt | RowError) -> tuple[Any, ...]:
     """Values of `records.RENDERED_FIELDS`."""
     if isinstance(outcome, RenderedPrompt):
-        return None, None, None, outcome.token_ids, outcome.truncated_prompt_tokens
+        return None, None, None, outcome.token_ids, outcome.truncated_prompt_tokens, None
     if outcome.error_type == BLANK:
-        return "skipped", None, None, None, 0
-    return "error", outcome.error_type, str(outcome), None, 0
+        return "skipped", None, None, None, 0, None
+    return "error", outcome.error_type, str(outcome), None, 0, None

@@ -3,8 +3,9 @@
 Schemas are fixed and explicit, never inferred: a column of nothing but nulls keeps its type.
 """
 
+import json
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Literal
 
 import pyarrow as pa
@@ -24,7 +25,8 @@ class SamplingParams:
     """How one row is decoded. Names and meaning as in transformers; temperature 0 is greedy.
 
     `end_tokens`: ids that end the row; None: those of the model. `timeout_s`: seconds from the
-    row's first pass to its deadline.
+    row's first pass to its deadline. `noise_row` names the row for its noise in place of its key.
+    `num_draft_tokens`: per verification at most; None: as many as the engine's own limit.
     """
 
     max_new_tokens: int = 256
@@ -38,6 +40,18 @@ class SamplingParams:
     end_tokens: tuple[int, ...] | None = None
     seed: int = 0
     timeout_s: float | None = None
+    noise_row: str | None = None
+    num_draft_tokens: int | None = None
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> "SamplingParams":
+        values = json.loads(text)
+        for name in ("banned_tokens", "stop", "end_tokens"):
+            values[name] = values[name] if values[name] is None else tuple(values[name])
+        return cls(**values)
 
 
 @dataclass(frozen=True)
@@ -137,6 +151,7 @@ RENDERED_FIELDS = [
     pa.field("error", pa.string()),
     pa.field("prompt_token_ids", pa.list_(pa.int32())),
     pa.field("truncated_prompt_tokens", pa.int64()),
+    pa.field("sampling", pa.string()),  # `SamplingParams` of its own as JSON; null: the run's
 ]
 RESULT_FIELDS = [
     pa.field("status", pa.string()),

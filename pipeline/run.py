@@ -16,7 +16,8 @@ from typing import Any
 from pipeline import logs, report
 from pipeline.config import RunConfig
 from pipeline.errors import DraftmillError, ErrorRateExceeded, RunFailed
-from pipeline.htmlreport.page import REPORT_NAME, write_report
+from pipeline.htmlreport import REPORT_NAME
+from pipeline.htmlreport.page import write_report
 from pipeline.prepare import Job, plan_run, prepare
 from pipeline.progress import Progress, is_working
 from pipeline.stats import RunTotals, fails_early
@@ -35,10 +36,14 @@ _READERS = 16  # markers are small and, on object stores, far away
 
 @dataclass(frozen=True)
 class Options:
-    """What the command line adds to the config."""
+    """What the caller adds to the config."""
 
     new_run: bool = False
     retry_failed: bool = False
+    # What the endpoint changes when it runs a batch:
+    prompter: type | None = None  # the prompt stage, in place of `actors.prompter`
+    shares: Any = None  # `flow.Shares` of the generation actors
+    show_rows: bool = True
 
 
 def run(config: RunConfig, options: Options = Options(), make_factory: Any = None) -> int:
@@ -59,7 +64,7 @@ def run(config: RunConfig, options: Options = Options(), make_factory: Any = Non
         ledger.refresh()
         if not options.retry_failed:
             _refuse_failing_run(job, plan, ledger)
-        execute = partial(_execute, job, plan, ledger, run_id, lease, make_factory)
+        execute = partial(_execute, job, plan, ledger, run_id, lease, make_factory, options)
         units = _pending_units(job, plan, ledger)
         seconds = execute(units) if units or _parts_to_publish(plan, ledger) else None
         if options.retry_failed:
@@ -67,7 +72,7 @@ def run(config: RunConfig, options: Options = Options(), make_factory: Any = Non
             if units:
                 print(f"{sum(u.num_rows for u in units):,} failed rows are tried again", flush=True)
                 seconds = (seconds or 0.0) + execute(units)
-        return _finish(job, plan, ledger, run_id, seconds)
+        return _finish(job, plan, ledger, run_id, seconds, options.show_rows)
 
 
 def _begin(job: Job, options: Options) -> Plan:
@@ -127,6 +132,7 @@ def _execute(
     run_id: str,
     lease: Lease,
     make_factory: Any,
+    options: Options,
     units: list[Unit],
 ) -> float:
     """Start Ray, generate, publish; seconds of it. Whatever breaks, say how to resume."""
@@ -138,13 +144,14 @@ def _execute(
     try:
         generation = units[0].generation if units else 0
         publisher = monitor.Publisher(job, plan, ledger, units, report.file_metadata(job))
-        shares = flow.plan_shares(job.config, job.resolved.num_gpus)
+        shares = options.shares or flow.plan_shares(job.config, job.resolved.num_gpus)
+        stages = {"prompter": options.prompter} if options.prompter else {}
         factory = (make_factory or flow.model_engine)(job, shares)
         count = partial(_count, ledger, plan, generation)
         total = sum(u.num_rows for u in units) if generation else plan.num_rows
         with Progress(total, count()) as progress:
             monitor.watch(
-                partial(flow.generate, job, plan, units, run_id, factory, shares),
+                partial(flow.generate, job, plan, units, run_id, factory, shares, **stages),
                 ledger=ledger,
                 count=count,
                 publisher=publisher,
@@ -182,7 +189,9 @@ def _how_to_resume(ledger: Ledger, plan: Plan) -> str:
     return f"{done:,} of {plan.num_rows:,} rows are committed: the same command goes on from there"
 
 
-def _finish(job: Job, plan: Plan, ledger: Ledger, run_id: str, seconds: float | None) -> int:
+def _finish(
+    job: Job, plan: Plan, ledger: Ledger, run_id: str, seconds: float | None, show_rows: bool
+) -> int:
     """Judge the error rate, write `_SUCCESS` or not, report. The exit code."""
     counts = ledger.counts(plan)
     limit = job.config.faults.max_error_rate
@@ -193,7 +202,8 @@ def _finish(job: Job, plan: Plan, ledger: Ledger, run_id: str, seconds: float | 
         job.store.put(SUMMARY_NAME, json.dumps(summary, indent=1).encode())
         write_report(job, plan, ledger, summary)
         report.print_summary(summary)
-        report.print_first_rows(job, plan)
+        if show_rows:
+            report.print_first_rows(job, plan)
     if exceeded:
         job.store.delete([SUCCESS])
         print(

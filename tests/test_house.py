@@ -20,6 +20,7 @@ README = (ROOT / "README.md").read_text(encoding="utf-8")
 # Each room may import from the rooms above it, and `store` and `decoding` never meet.
 LAYERS = [
     {"pipeline.errors", "pipeline.sections", "pipeline.logs", "pipeline.steptable"},
+    {"pipeline.endpoint"},
     {"pipeline.config", "pipeline.records"},
     {"pipeline.stats", "pipeline.templates", "pipeline.identity"},
     {"pipeline.prompts", "pipeline.progress"},
@@ -28,7 +29,7 @@ LAYERS = [
     {"pipeline.report", "pipeline.htmlreport", "pipeline.flow", "pipeline.dryrun"},
     {"pipeline.monitor"},
     {"pipeline.run"},
-    {"pipeline.cli"},
+    {"pipeline.cli", "actors.bulk"},
     {"jobs"},
 ]
 RANK = {room: rank for rank, rooms in enumerate(LAYERS) for room in rooms}
@@ -91,7 +92,8 @@ def test_help_is_light(job):
 
 @pytest.mark.parametrize("path", sorted((ROOT / "conf").glob("*.yaml")), ids=lambda p: p.name)
 def test_configs_are_complete_runs(path):
-    config = load_config([path], task="summarize")
+    extra = ["input.path=requests"] if path.stem == "serve" else []  # it has no input of its own
+    config = load_config([path], extra, task="summarize")
     assert config.output.path
     section = yaml.safe_load(path.read_text(encoding="utf-8"))
     assert section["model"]["target"]
@@ -122,6 +124,9 @@ def test_readme_commands_parse(command):
         load_config([ROOT / file for file in files], overrides, task="summarize")
         known = {"--config", "--set", "--dry-run", "--print-config", "--new-run", "--retry-failed"}
         assert {word for word in rest if word.startswith("--")} <= known
+    elif "jobs/serve.py" in words:
+        files = [value for option, value in pairwise(words) if option == "--config"]
+        load_config([ROOT / file for file in files], ["input.path=requests"], task="summarize")
     elif "jobs/status.py" in words or "jobs/bench.py" in words:
         assert (ROOT / next(w for w in words if w.startswith("jobs/"))).exists()
     else:

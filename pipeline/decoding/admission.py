@@ -67,4 +67,5 @@ class Admission:
         budget = min(sampling.max_new_tokens, room)
         read = partial(self._responses.text, prompt)
         end = RowEnd(self._stops[sampling.stop], frozenset(ends), budget, read=read)
-        return Row(request, sampling, noise_key(sampling.seed, request.row_key), end)
+        name = request.row_key if sampling.noise_row is None else sampling.noise_row
+        return Row(request, sampling, noise_key(sampling.seed, name), end)

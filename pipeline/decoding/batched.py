@@ -28,6 +28,7 @@ from pipeline.decoding.prefix import SharedPrefix
 from pipeline.decoding.rows import Row, failed
 from pipeline.decoding.runner import ModelRunner
 from pipeline.decoding.scheduler import Chunk, Scheduler
+from pipeline.decoding.serving import Serving
 from pipeline.decoding.steps import Span, Step
 from pipeline.decoding.timing import StepTimes
 from pipeline.decoding.verification import Verified, verify
@@ -37,7 +38,7 @@ from pipeline.records import Completion, GenerationRequest, SamplingParams
 logger = logging.getLogger(__name__)
 
 
-class BatchedEngine:
+class BatchedEngine(Serving):
     """An `Engine` that decodes as many rows at once as it has slots.
 
     Args:

@@ -24,3 +24,25 @@ class Engine(Protocol):
     def num_unfinished(self) -> int:
         """Rows queued or running."""
         ...
+
+
+class ServingEngine(Engine, Protocol):
+    """What serving people asks besides: to see rows while they grow, and to let go of them."""
+
+    @property
+    def num_slots(self) -> int:
+        """Rows that may be decoded at a time."""
+        ...
+
+    @property
+    def num_running(self) -> int:
+        """Rows that hold a slot."""
+        ...
+
+    def partial_text(self, row_key: str) -> str:
+        """Text so far of a running row."""
+        ...
+
+    def cancel(self, row_key: str) -> None:
+        """Forget a row; no completion of it will come."""
+        ...

@@ -43,7 +43,9 @@ class Row:
     @property
     def max_draft_tokens(self) -> int:
         """Draft tokens that can still matter: the target adds one of its own."""
-        return self.end.budget - len(self.end.tokens) - 1
+        room = self.end.budget - len(self.end.tokens) - 1
+        limit = self.sampling.num_draft_tokens
+        return room if limit is None else min(room, limit)
 
     def start(self, slot: int) -> None:
         """The row takes a slot, for the first time or anew."""

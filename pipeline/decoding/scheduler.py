@@ -93,6 +93,10 @@ class Scheduler:
         del self.running[row.slot]
         heapq.heappush(self._free, row.slot)
 
+    def withdraw(self, row_key: str) -> None:
+        """Forget a waiting row."""
+        self.waiting = deque(row for row in self.waiting if row.request.row_key != row_key)
+
     def prefill(self) -> list[Chunk]:
         """The chunks of the next prefill pass; empty when all running rows decode.
 

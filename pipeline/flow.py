@@ -11,7 +11,7 @@ import ray
 import ray.data
 
 from actors.generator import EngineFactory, GenerationActor
-from actors.prompter import PromptActor
+from actors.prompter import PromptActor, load_renderer
 from pipeline import logs
 from pipeline.config import RunConfig
 from pipeline.decoding.build import build_engine
@@ -172,17 +172,16 @@ def generate(
     config = job.config
     _set_context()
     source = UnitSource(units, job.schema, config.input.storage_options)
-    prompts = {
-        "config": config,
-        "max_prompt_tokens": job.resolved.max_model_len - config.decoding.max_new_tokens,
-    }
+    prompts = {"config": config, "max_prompt_tokens": job.max_prompt_tokens}
+    reducer = functools.partial(load_renderer, config, job.max_prompt_tokens)
     generator = {
         "engine_factory": factory,
         "kept": job.kept,
-        "text_column": config.text_column,
+        "text_columns": config.text_columns,
         "run_id": run_id,
         "committer": Committer(job.store, plan, units[0].generation),
         "json_logs": logs.wants_json(),
+        "reducer": reducer if config.on_too_long == "map_reduce" else None,
     }
     in_flight = batches_in_flight(config, job.resolved.device, plan.unit_rows)
     markers = (

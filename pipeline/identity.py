@@ -25,7 +25,6 @@ class Resolved:
 
 
 _DECODING = (
-    "on_too_long",
     "temperature",
     "top_k",
     "top_p",
@@ -52,6 +51,7 @@ def text_settings(config: RunConfig, resolved: Resolved) -> dict[str, Any]:
         "model.dtype": resolved.dtype,
         "resources.max_model_len": resolved.max_model_len,
         **{f"prompt.{key}": value for key, value in prompt.items()},
+        "decoding.on_too_long": config.on_too_long,
         **{f"decoding.{key}": decoding[key] for key in _DECODING},
         **_ensemble_settings(config, resolved),
     }
@@ -70,9 +70,9 @@ def _ensemble_settings(config: RunConfig, resolved: Resolved) -> dict[str, Any]:
 def layout_settings(config: RunConfig) -> dict[str, Any]:
     """Dotted keys and values on which rows, columns and files of the output depend."""
     return {
-        "input.keep_columns": config.input.kept,
+        "input.keep_columns": config.kept,
         "input.max_rows": config.input.max_rows,
-        "output.text_column": config.text_column,
+        "output.text_column": config.text_columns,
         "output.rows_per_file": config.output.rows_per_file,
     }
 

@@ -28,7 +28,7 @@ class Publisher:
         self, job: Job, plan: Plan, ledger: Ledger, units: Sequence[Unit], metadata: dict[str, Any]
     ) -> None:
         self._job, self._ledger, self._metadata = job, ledger, metadata
-        self._schema = output_schema(job.config.text_column, job.kept)
+        self._schema = output_schema(job.config.text_columns, job.kept)
         self._pending: dict[tuple[str, int], int] = {}
         self._parts = {part.key: part for part in plan.parts()}
         self._rows_per_file = plan.rows_per_file

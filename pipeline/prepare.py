@@ -1,5 +1,6 @@
 """Everything that can be wrong is found here, before a model is loaded or a row is read."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -8,6 +9,7 @@ import pyarrow as pa
 from pipeline.config import DRAFTER_OF, RunConfig
 from pipeline.decoding.checkpoint import (
     Checkpoint,
+    is_encoder_decoder,
     read_config,
     resolve,
     resolve_max_model_len,
@@ -17,7 +19,7 @@ from pipeline.identity import Resolved, fingerprint, layout_settings, text_setti
 from pipeline.prompts import check_template, template_columns
 from pipeline.records import check_column_names
 from pipeline.store.files import Store
-from pipeline.store.listing import Listing, check_columns, list_input
+from pipeline.store.listing import InputFile, Listing, check_columns, list_input
 from pipeline.store.plan import Plan, check_same_settings, extend_plan, make_plan, read_plan
 
 
@@ -33,38 +35,70 @@ class Job:
     drafter: Checkpoint | None  # where the method needs one
     resolved: Resolved
     settings: dict[str, Any]
+    encoder_decoder: bool = False
 
     @property
     def kept(self) -> list[pa.Field]:
         """Fields of the input columns that the output carries."""
-        return [self.schema.field(name) for name in self.config.input.kept]
+        return [self.schema.field(name) for name in self.config.kept]
+
+    @property
+    def max_prompt_tokens(self) -> int:
+        """What a prompt may take: an encoder's all, else what the completion leaves."""
+        limit = self.resolved.max_model_len
+        return limit if self.encoder_decoder else limit - self.config.decoding.max_new_tokens
 
     @property
     def fingerprint(self) -> str:
         return fingerprint(text_settings(self.config, self.resolved))
 
 
-def prepare(config: RunConfig) -> Job:
+def prepare(config: RunConfig, listing: Listing | None = None) -> Job:
     """Check inputs, columns, template, output and model reference; resolve every `auto`.
+
+    `listing`: of the input files, where it is known.
 
     Raises:
         ConfigError: naming the key and the remedy.
     """
-    store = _open_output(config)
-    listing = list_input(config.input.path, config.input.storage_options)
+    store = open_output(config)
+    listing = listing or list_input(config.input.path, config.input.storage_options)
     _check_output_apart(listing, store)
-    check_column_names(config.text_column, config.input.kept)
+    check_column_names(config.text_columns, config.kept)
+    schema = check_input(config, listing.files)
+    return _resolve_job(config, store, listing, schema)
+
+
+def check_input(config: RunConfig, files: Sequence[InputFile]) -> pa.Schema:
+    """The columns that the run reads, if the files have them.
+
+    Raises:
+        ConfigError: naming the key that asks for what is missing.
+    """
     carried = _carried_columns(config)
-    check_columns(listing.files, carried.items())
-    check_template(config, listing.files[0].schema.names)
+    check_columns(files, carried.items())
+    check_template(config, files[0].schema.names)
     wanted = dict.fromkeys(template_columns(config), "prompt.template") | carried
-    schema = check_columns(listing.files, wanted.items())
+    return check_columns(files, wanted.items())
+
+
+def _resolve_job(config: RunConfig, store: Store, listing: Listing, schema: pa.Schema) -> Job:
     checkpoint = resolve(config.model.target, config.model.revision)
-    resolved = _resolve(config, checkpoint)
+    model = read_config(checkpoint)
+    resolved = _resolve(config, checkpoint, model)
     drafter = _resolve_drafter(config, checkpoint)
     resolved = replace(resolved, drafter_identity=drafter.identity if drafter else None)
     settings = {**text_settings(config, resolved), **layout_settings(config)}
-    return Job(config, store, listing, schema, checkpoint, drafter, resolved, settings)
+    encodes = is_encoder_decoder(model)
+    return Job(config, store, listing, schema, checkpoint, drafter, resolved, settings, encodes)
+
+
+def prepare_without_input(config: RunConfig, listing: Listing) -> Job:
+    """As `prepare`, of a run that may find no file to read: columns are not checked."""
+    store = open_output(config)
+    _check_output_apart(listing, store)
+    check_column_names(config.text_columns, config.kept)
+    return _resolve_job(config, store, listing, pa.schema([]))
 
 
 def resolve_model(config: RunConfig) -> Resolved:
@@ -75,7 +109,7 @@ def resolve_model(config: RunConfig) -> Resolved:
     """
     checkpoint = resolve(config.model.target, config.model.revision)
     _resolve_drafter(config, checkpoint)
-    return _resolve(config, checkpoint)
+    return _resolve(config, checkpoint, read_config(checkpoint))
 
 
 def plan_run(job: Job, *, new_run: bool = False) -> tuple[Plan, Plan | None]:
@@ -102,7 +136,7 @@ def plan_run(job: Job, *, new_run: bool = False) -> tuple[Plan, Plan | None]:
     return extend_plan(stored, job.listing.files, config.input.max_rows), stored
 
 
-def _open_output(config: RunConfig) -> Store:
+def open_output(config: RunConfig) -> Store:
     try:
         store = Store(config.output.path, config.output.storage_options)
         if store.exists("") and not store.fs.isdir(store.root):
@@ -123,13 +157,19 @@ def _check_output_apart(listing: Listing, store: Store) -> None:
 def _carried_columns(config: RunConfig) -> dict[str, str]:
     """Columns that the run names, and the config key that asks for each."""
     carried = dict.fromkeys(config.input.kept, "input.keep_columns")
+    carried |= dict.fromkeys(config.reference_columns, "input.reference_column")
+    for side in ("source", "target"):
+        column = getattr(config.prompt, f"{side}_lang_column")
+        if config.task == "translate" and column:
+            carried[column] = f"prompt.{side}_lang_column"
     if config.input.id_column:
         carried[config.input.id_column] = "input.id_column"
     return carried | {config.input.text_column: "input.text_column"}
 
 
-def _resolve(config: RunConfig, checkpoint: Checkpoint) -> Resolved:
-    model = _read_decoder_config(checkpoint)
+def _resolve(config: RunConfig, checkpoint: Checkpoint, model: dict[str, Any]) -> Resolved:
+    if is_encoder_decoder(model):
+        _check_encoder_decoder(config, model)
     limit = resolve_max_model_len(config.resources.max_model_len, model)
     if config.decoding.max_new_tokens >= limit:
         raise ConfigError(
@@ -144,6 +184,20 @@ def _resolve(config: RunConfig, checkpoint: Checkpoint) -> Resolved:
     device = resolve_device(config.model.device, num_gpus)
     dtype = resolve_dtype(config.model.dtype, device)
     return Resolved(checkpoint.identity, device, dtype, limit, num_gpus)
+
+
+def _check_encoder_decoder(config: RunConfig, model: dict[str, Any]) -> None:
+    """Encoder-decoders decode row by row, without drafts, and have no turns of a chat."""
+    kind, decoding = model.get("model_type"), config.decoding
+    if decoding.method != "plain":
+        problem = f"{kind} is an encoder-decoder, which decodes without drafts; use plain"
+        raise ConfigError("decoding.method", problem)
+    if decoding.engine == "batched":
+        problem = f"{kind} is an encoder-decoder; use auto or transformers"
+        raise ConfigError("decoding.engine", problem)
+    for key in ("system", "few_shot"):
+        if getattr(config.prompt, key):
+            raise ConfigError(f"prompt.{key}", f"{kind} is an encoder-decoder; leave it out")
 
 
 def _check_method(config: RunConfig, model: dict[str, Any]) -> None:
@@ -178,7 +232,10 @@ def _resolve_drafter(config: RunConfig, target: Checkpoint) -> Checkpoint | None
     if config.model.drafter is None or method not in (*DRAFTER_OF, "auto"):
         return None
     drafter = resolve(config.model.drafter, key="model.drafter")
-    _read_decoder_config(drafter)
+    model = read_config(drafter)
+    if is_encoder_decoder(model):
+        problem = f"{model.get('model_type')} is an encoder-decoder; choose a decoder-only model"
+        raise ConfigError(drafter.key, problem)
     if method != "draft_model" or drafter.identity == target.identity:
         return drafter
     from pipeline.decoding.loading import load_checkpoint_tokenizer  # imports transformers
@@ -192,16 +249,6 @@ def _resolve_drafter(config: RunConfig, target: Checkpoint) -> Checkpoint | None
             "others)",
         )
     return drafter
-
-
-def _read_decoder_config(checkpoint: Checkpoint) -> dict[str, Any]:
-    model = read_config(checkpoint)
-    if model.get("is_encoder_decoder"):
-        kind = model.get("model_type")
-        raise ConfigError(
-            checkpoint.key, f"{kind} is an encoder-decoder; choose a decoder-only model"
-        )
-    return model
 
 
 def _resolve_gpus(config: RunConfig) -> float:

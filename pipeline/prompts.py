@@ -7,29 +7,26 @@ leaves its neighbours alone.
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import pyarrow as pa
-import pyarrow.compute as pc
 
+from pipeline.cells import CellText, break_up, column_texts, text_of
 from pipeline.config import RunConfig
 from pipeline.errors import ConfigError, RowError
-from pipeline.records import RENDERED_FIELDS, rendered_schema
+from pipeline.languages import Languages
+from pipeline.records import rendered_schema
+from pipeline.rendered import RenderedPrompt, result_columns, values_of
 from pipeline.templates import (
-    BLANK,
-    CellText,
-    break_up,
     check_template,
-    column_texts,
+    control_tokens,
     make_wrapper,
     parse_template,
     prompt_style,
     template_columns,
-    text_of,
 )
 
-__all__ = ["PromptRenderer", "check_template", "estimate_prompt_tokens", "template_columns"]
+__all__ = ["PromptRenderer", "check_template", "template_columns"]
 
 _BATCH_CHARS = 1 << 21  # a tokenizer call needs about 100 bytes of memory per token
 _CHUNK_CHARS = 1 << 19  # longer texts are counted in pieces of this size
@@ -38,19 +35,18 @@ _AGREEING_TOKENS = 32  # where two pieces are joined, this many tokens must be t
 _SLACK_TOKENS = 2  # a cut that leaves no more than this unused is good enough
 
 
-@dataclass(frozen=True)
-class RenderedPrompt:
-    """A prompt that fits; `truncated_prompt_tokens` were cut off its document."""
-
-    token_ids: list[int]
-    truncated_prompt_tokens: int
-
-
 class PromptRenderer:
     """Renders rows with one config and tokenizer; pickles as the tokenizer does."""
 
-    def __init__(self, config: RunConfig, tokenizer: Any, max_prompt_tokens: int) -> None:
-        """`max_prompt_tokens`: what `max_model_len` leaves beside the completion.
+    def __init__(
+        self,
+        config: RunConfig,
+        tokenizer: Any,
+        max_prompt_tokens: int,
+        languages: Languages | None = None,
+    ) -> None:
+        """`max_prompt_tokens`: what `max_model_len` leaves beside the completion. `languages`: of
+        translations.
 
         Raises:
             ConfigError: template, style or tokenizer cannot be used.
@@ -59,13 +55,13 @@ class PromptRenderer:
             problem = "its tokenizer gives no text offsets; use a model with a tokenizer.json"
             raise ConfigError("model.target", problem)
         style = prompt_style(config, tokenizer)
-        self._template = parse_template(config, style)
-        self._wrapper = make_wrapper(config, tokenizer, style, self._template)
+        self._template = parse_template(config, style, languages)
+        self._wrapper = make_wrapper(config, tokenizer, style, self._template, languages)
         self._tokenizer = tokenizer
         self._max_tokens = max_prompt_tokens
-        self._truncate = config.decoding.on_too_long == "truncate"
+        self._truncate = config.on_too_long == "truncate"
         self._document = config.input.text_column
-        self._kept = config.input.kept
+        self._kept = config.kept
         self._control = control_tokens(tokenizer, style)
         neutral = self._prompt(dict.fromkeys(self._template.columns, "x"))
         self._expected_control = self._control_in(self._encode([neutral])[0])
@@ -77,7 +73,7 @@ class PromptRenderer:
             RowError: the row's fault; type `blank` where there is no text, which is no error.
         """
         texts = {c: text_of(row.get(c), c, c == self._document) for c in self._template.columns}
-        outcome = self._render([texts])[0]
+        outcome = self.render_texts([texts])[0]
         if isinstance(outcome, RowError):
             raise outcome
         return outcome
@@ -90,12 +86,31 @@ class PromptRenderer:
         document = self._document
         texts = {c: column_texts(table.column(c), c, c == document) for c in self._template.columns}
         cells = zip(*texts.values(), strict=True)
-        outcomes = self._render([dict(zip(texts, row, strict=True)) for row in cells])
+        outcomes = self.render_texts([dict(zip(texts, row, strict=True)) for row in cells])
         carried = table.select(["source_file", "source_row", *self._kept])
         schema = rendered_schema([table.schema.field(c) for c in self._kept])
-        return pa.table([*carried.columns, *_result_columns(outcomes)], schema=schema)
+        return pa.table(
+            [*carried.columns, *result_columns([values_of(o) for o in outcomes])], schema=schema
+        )
 
-    def _render(self, rows: Sequence[Mapping[str, CellText]]) -> list[RenderedPrompt | RowError]:
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """Input columns that the template needs, the document's first."""
+        return self._template.columns
+
+    def room(self, values: Mapping[str, str]) -> int:
+        """Tokens of the document that fit beside the row's other values."""
+        bare = self._encode([self._prompt({**values, self._document: ""})])[0]
+        return (self._max_tokens - len(bare)) // self._template.occurrences(self._document)
+
+    def count(self, texts: Sequence[str]) -> list[int]:
+        """Tokens of each text by itself, without those that the tokenizer adds."""
+        return [len(self._tokenizer(text, add_special_tokens=False)["input_ids"]) for text in texts]
+
+    def render_texts(
+        self, rows: Sequence[Mapping[str, CellText]]
+    ) -> list[RenderedPrompt | RowError]:
+        """The prompts of rows, given as text by column."""
         drafts = [self._draft(row) for row in rows]
         encoded = self._encode_all([d[1] for d in drafts if not isinstance(d, RowError)])
         return [d if isinstance(d, RowError) else self._settle(*d, next(encoded)) for d in drafts]
@@ -284,27 +299,6 @@ class PromptRenderer:
         return [self._control[token] for token in extra]
 
 
-def estimate_prompt_tokens(renderer: PromptRenderer, table: pa.Table) -> int:
-    """Prompt tokens of a sample of rows, for `--dry-run`."""
-    lengths = pc.list_value_length(renderer.render_table(table).column("prompt_token_ids"))
-    return int(pc.sum(lengths).as_py() or 0)
-
-
-def control_tokens(tokenizer: Any, style: str) -> dict[int, str]:
-    """Ids that structure a prompt, with their text: a row's text must never produce them.
-
-    The special tokens, and in chat style those other added tokens that the chat template writes.
-    The unknown token is none: ordinary text yields it.
-    """
-    markup = str(tokenizer.get_chat_template()) if style == "chat" else ""
-    return {
-        token_id: token.content
-        for token_id, token in tokenizer.added_tokens_decoder.items()
-        if token_id != tokenizer.unk_token_id
-        and (token.special or (token.content in markup and not token.content.isspace()))
-    }
-
-
 def _joint(
     left: Sequence[tuple[int, int, int]], right: Sequence[tuple[int, int, int]], step: int
 ) -> tuple[int, int] | None:
@@ -321,17 +315,3 @@ def _joint(
         if start > _OVERLAP_CHARS:
             return None
     return None
-
-
-def _result_columns(outcomes: Sequence[RenderedPrompt | RowError]) -> list[pa.Array]:
-    rows = [_result(outcome) for outcome in outcomes]
-    return [pa.array([row[i] for row in rows], f.type) for i, f in enumerate(RENDERED_FIELDS)]
-
-
-def _result(outcome: RenderedPrompt | RowError) -> tuple[Any, ...]:
-    """Values of `records.RENDERED_FIELDS`."""
-    if isinstance(outcome, RenderedPrompt):
-        return None, None, None, outcome.token_ids, outcome.truncated_prompt_tokens, None
-    if outcome.error_type == BLANK:
-        return "skipped", None, None, None, 0, None
-    return "error", outcome.error_type, str(outcome), None, 0, None

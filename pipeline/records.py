@@ -5,7 +5,8 @@ Schemas are fixed and explicit, never inferred: a column of nothing but nulls ke
 
 import json
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
+from itertools import zip_longest
 from typing import Literal
 
 import pyarrow as pa
@@ -58,14 +59,16 @@ class SamplingParams:
 class GenerationRequest:
     """One row for an engine.
 
-    `row_key` is the row's identity, `<path relative to the input root>:<index in the file>`: with
-    the seed it fixes the sampling noise, so that no retry, batch or actor changes the output.
-    `sampling`: the row's own; None: the run's.
+    `row_key` is the row's identity, `<path relative to the input root>:<index in the file>`, and
+    `:<language>` or `:<piece>` where it has several: with the seed it fixes the sampling noise, so
+    that no retry, batch or actor changes the output. `sampling`: the row's own; None: the run's.
+    `decoder_token_ids`: what the answer of an encoder-decoder begins with, such as its language.
     """
 
     row_key: str
     prompt_token_ids: Sequence[int]
     sampling: SamplingParams | None = None
+    decoder_token_ids: Sequence[int] = ()
 
 
 @dataclass
@@ -127,6 +130,20 @@ class GenerationStats:
         return "none" if self.speedup is None else "control_steps"
 
 
+def sum_stats(parts: Sequence[GenerationStats]) -> GenerationStats:
+    """Of a row that took several prompts: sums; the plain time only where all of it is known."""
+    total = GenerationStats(method=max(parts, key=lambda p: p.num_accepted_draft_tokens).method)
+    for name in (f.name for f in fields(GenerationStats)):
+        values = [getattr(part, name) for part in parts]
+        if isinstance(values[0], list):  # by position
+            setattr(total, name, [sum(at) for at in zip_longest(*values, fillvalue=0)])
+        elif name == "steps":
+            setattr(total, name, sum(values, StepTable()))
+        elif name != "method":
+            setattr(total, name, None if None in values else sum(values))
+    return total
+
+
 @dataclass
 class Completion:
     """The end of one row: text and statistics, or the reason why there is none."""
@@ -152,6 +169,22 @@ RENDERED_FIELDS = [
     pa.field("prompt_token_ids", pa.list_(pa.int32())),
     pa.field("truncated_prompt_tokens", pa.int64()),
     pa.field("sampling", pa.string()),  # `SamplingParams` of its own as JSON; null: the run's
+    # Rows of several prompts, one for each language and piece, in place of `prompt_token_ids`.
+    pa.field(
+        "pieces",
+        pa.list_(
+            pa.struct(
+                [
+                    ("key", pa.string()),  # added to the row's key
+                    ("token_ids", pa.list_(pa.int32())),
+                    ("decoder_token_ids", pa.list_(pa.int32())),
+                    ("column", pa.int16()),  # text column that the result belongs to
+                    ("joint", pa.string()),  # stands before the result
+                ]
+            )
+        ),
+    ),
+    pa.field("values", pa.list_(pa.string())),  # of the template's columns, for summaries in rounds
 ]
 RESULT_FIELDS = [
     pa.field("status", pa.string()),
@@ -162,6 +195,7 @@ RESULT_FIELDS = [
     pa.field("prompt_tokens", pa.int64()),
     pa.field("truncated_prompt_tokens", pa.int64()),
     pa.field("cached_prompt_tokens", pa.int64()),
+    pa.field("chunks", pa.int64()),  # prompts that the row took
     pa.field("completion_tokens", pa.int64()),
     pa.field("num_target_forwards", pa.int64()),
     pa.field("num_spec_steps", pa.int64()),
@@ -194,35 +228,36 @@ def rendered_schema(kept: Iterable[pa.Field]) -> pa.Schema:
     return pa.schema([*ADDRESS_FIELDS, *kept, *RENDERED_FIELDS])
 
 
-def output_schema(text_column: str, kept: Iterable[pa.Field]) -> pa.Schema:
+def output_schema(text_columns: Sequence[str], kept: Iterable[pa.Field]) -> pa.Schema:
     """Schema of the published files."""
     return pa.schema(
         [
             *ADDRESS_FIELDS,
             pa.field("run_id", pa.string()),
             *kept,
-            pa.field(text_column, pa.string()),
+            *(pa.field(name, pa.string()) for name in text_columns),
             *RESULT_FIELDS,
         ]
     )
 
 
-def completed_schema(text_column: str, kept: Iterable[pa.Field]) -> pa.Schema:
+def completed_schema(text_columns: Sequence[str], kept: Iterable[pa.Field]) -> pa.Schema:
     """Schema of what the actors commit: the output and its evidence."""
-    return pa.schema([*output_schema(text_column, kept), *EVIDENCE_FIELDS])
+    return pa.schema([*output_schema(text_columns, kept), *EVIDENCE_FIELDS])
 
 
-def check_column_names(text_column: str, kept: Sequence[str]) -> None:
+def check_column_names(text_columns: Sequence[str], kept: Sequence[str]) -> None:
     """Refuse output columns that would collide.
 
     Raises:
         ConfigError: naming the key to change.
     """
     ours = {f.name for f in [*ADDRESS_FIELDS, *RESULT_FIELDS, *RENDERED_FIELDS]} | {"run_id"}
-    if text_column in ours or text_column.startswith("_"):
-        raise ConfigError("output.text_column", f"{text_column!r} is taken; choose another name")
+    for name in text_columns:
+        if name in ours or name.startswith("_"):
+            raise ConfigError("output.text_column", f"{name!r} is taken; choose another name")
     for column in kept:
-        if column == text_column:
+        if column in text_columns:
             raise ConfigError(
                 "output.text_column",
                 f"{column!r} is also a kept input column; choose another name",

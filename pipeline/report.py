@@ -12,6 +12,7 @@ from rich.table import Table
 from pipeline.errors import DraftmillError
 from pipeline.prepare import Job
 from pipeline.progress import duration
+from pipeline.quality import quality_lines
 from pipeline.records import STATUSES
 from pipeline.stats import RunTotals
 from pipeline.store.plan import Plan
@@ -96,6 +97,7 @@ def print_summary(summary: dict[str, Any]) -> None:
         ("rows/hour", f"{summary['rows_per_hour']:,.0f}"),
         *_rate_lines(summary),
         *_notes(summary),
+        *quality_lines(summary["quality"]),
         ("time", _shares_line(summary["time_shares"])),
     ]
     table = Table(show_header=False, title=f"{summary['model']}, {summary['method']}")
@@ -130,11 +132,12 @@ def print_first_rows(job: Job, plan: Plan) -> None:
     shown = 0
     for part in plan.parts():
         with job.store.fs.open(job.store.path(part.name), "rb") as handle:
-            columns = ["source_file", "source_row", "status", "error", job.config.text_column]
+            names = job.config.text_columns
+            columns = ["source_file", "source_row", "status", "error", *names]
             batches = pq.ParquetFile(handle).iter_batches(_FIRST_ROWS, columns=columns)
             for row in next(batches).to_pylist():
-                text = row[job.config.text_column]
-                body = row["error"] or row["status"] if text is None else text.strip()
+                texts = [row[name].strip() for name in names if row[name] is not None]
+                body = "\n".join(texts) if texts else row["error"] or row["status"]
                 where = f"{row['source_file']}, row {row['source_row']}: "
                 console.print(where, end="", style="bold", markup=False)
                 console.print(body, markup=False)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from pipeline import logs, report
+from pipeline import logs, quality, report
 from pipeline.config import RunConfig
 from pipeline.errors import DraftmillError, ErrorRateExceeded, RunFailed
 from pipeline.htmlreport import REPORT_NAME
@@ -56,23 +56,46 @@ def run(config: RunConfig, options: Options = Options(), make_factory: Any = Non
         DraftmillError: see `pipeline.errors` for the kinds and their exit codes.
     """
     job = prepare(config)
-    run_id = f"{time.strftime('%Y%m%dT%H%M%S', time.gmtime())}-{uuid.uuid4().hex[:6]}"
-    logs.bind(run_id=run_id)
+    run_id = new_run_id()
     with Lease(job.store, run_id) as lease:
         plan = _begin(job, options)
-        ledger = Ledger(job.store)
-        ledger.refresh()
-        if not options.retry_failed:
-            _refuse_failing_run(job, plan, ledger)
-        execute = partial(_execute, job, plan, ledger, run_id, lease, make_factory, options)
-        units = _pending_units(job, plan, ledger)
-        seconds = execute(units) if units or _parts_to_publish(plan, ledger) else None
-        if options.retry_failed:
-            units = failed_units(job.store, plan, ledger, ledger.newest_generation + 1)
-            if units:
-                print(f"{sum(u.num_rows for u in units):,} failed rows are tried again", flush=True)
-                seconds = (seconds or 0.0) + execute(units)
-        return _finish(job, plan, ledger, run_id, seconds, options.show_rows)
+        return work(job, plan, Work(run_id, lease, make_factory, options))
+
+
+@dataclass(frozen=True)
+class Work:
+    """One invocation: its name, its lease, and what it was asked for."""
+
+    run_id: str
+    lease: Lease
+    make_factory: Any = None
+    options: Options = Options()
+
+
+def new_run_id() -> str:
+    """Names an invocation; sorts by time."""
+    return f"{time.strftime('%Y%m%dT%H%M%S', time.gmtime())}-{uuid.uuid4().hex[:6]}"
+
+
+def work(job: Job, plan: Plan, invocation: Work) -> int:
+    """Generate what the stored plan lacks, publish, report; the exit code."""
+    run_id, options = invocation.run_id, invocation.options
+    logs.bind(run_id=run_id)
+    ledger = Ledger(job.store)
+    ledger.refresh()
+    if not options.retry_failed:
+        _refuse_failing_run(job, plan, ledger)
+    execute = partial(
+        _execute, job, plan, ledger, run_id, invocation.lease, invocation.make_factory, options
+    )
+    units = _pending_units(job, plan, ledger)
+    seconds = execute(units) if units or _parts_to_publish(plan, ledger) else None
+    if options.retry_failed:
+        units = failed_units(job.store, plan, ledger, ledger.newest_generation + 1)
+        if units:
+            print(f"{sum(u.num_rows for u in units):,} failed rows are tried again", flush=True)
+            seconds = (seconds or 0.0) + execute(units)
+    return _finish(job, plan, ledger, run_id, seconds, options.show_rows)
 
 
 def _begin(job: Job, options: Options) -> Plan:
@@ -199,6 +222,7 @@ def _finish(
     if seconds is not None:
         totals, new = _sums(job.store, plan, ledger, run_id)
         summary = report.summary(job, totals, new, seconds, run_id)
+        summary["quality"] = quality.score(job, plan)
         job.store.put(SUMMARY_NAME, json.dumps(summary, indent=1).encode())
         write_report(job, plan, ledger, summary)
         report.print_summary(summary)

@@ -8,6 +8,8 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
+from pipeline.languages import check_language
+
 Method = Literal[
     "plain",
     "prompt_lookup",
@@ -46,6 +48,46 @@ class PromptConfig(Section):
     chat_template_kwargs: dict[str, Any] = Field(
         {}, description="Extra arguments of the chat template, such as `enable_thinking: false`."
     )
+    source_lang: str | None = Field(
+        None, description="Language of the documents, as a BCP 47 code such as `en` or `pt-BR`."
+    )
+    target_lang: str | list[str] | None = Field(
+        None,
+        description="Language to translate to; of a list each gets a column of its own, "
+        "`translation_<code>`.",
+    )
+    source_lang_column: str | None = Field(
+        None, description="Column with each row's source language, in place of `source_lang`."
+    )
+    target_lang_column: str | None = Field(
+        None, description="Column with each row's target language, in place of `target_lang`."
+    )
+    split_at: Literal["length", "paragraph", "sentence"] = Field(
+        "length",
+        description="Pieces of a document under `on_too_long: split`: as few as fit, or each "
+        "paragraph (a line break ends one), or each sentence.",
+    )
+
+    @property
+    def target_langs(self) -> list[str]:
+        """The languages given for the whole run."""
+        given = self.target_lang
+        return [given] if isinstance(given, str) else list(dict.fromkeys(given or []))
+
+    @field_validator("source_lang", "target_lang", mode="before")
+    @classmethod
+    def _norwegian(cls, value: Any) -> Any:
+        """YAML reads a bare `no` as false."""
+        if isinstance(value, list):
+            return ["no" if code is False else code for code in value]
+        return "no" if value is False else value
+
+    @field_validator("source_lang", "target_lang")
+    @classmethod
+    def _languages_exist(cls, value: str | list[str] | None) -> str | list[str] | None:
+        for code in [value] if isinstance(value, str) else value or []:
+            check_language(code)
+        return value
 
     @field_validator("few_shot")
     @classmethod
@@ -65,6 +107,12 @@ class InputConfig(Section):
     )
     keep_columns: list[str] | None = Field(
         None, description="Columns copied to the output. Unset: the id column if given, else none."
+    )
+    reference_column: str | None = Field(
+        None,
+        description="Column with a right answer, to score the results by: chrF and BLEU of "
+        "translations, ROUGE-L of summaries. `{target_lang}` in it stands for the language. Copied "
+        "to the output.",
     )
     max_rows: int | None = Field(None, ge=1, description="Take only the first rows of the corpus.")
     unit_rows: Literal["auto"] | int = Field(
@@ -174,8 +222,11 @@ class DecodingConfig(Section):
         [], description="Strings that end a completion; the text ends before them."
     )
     seed: int = Field(0, ge=0, description="Seed of sampling; a row's output depends on it alone.")
-    on_too_long: Literal["truncate", "error"] = Field(
-        "truncate", description="Prompt too long: cut the document, or make the row an error."
+    on_too_long: Literal["auto", "truncate", "error", "split", "map_reduce"] = Field(
+        "auto",
+        description="Prompt too long: cut the document, make the row an error, translate it piece "
+        "by piece (`split`), or summarise its pieces and then their summaries (`map_reduce`). "
+        "`auto`: truncate for summaries, split for translations.",
     )
 
     @field_validator("num_draft_tokens")

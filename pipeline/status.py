@@ -10,6 +10,7 @@ from pipeline.progress import Snapshot
 from pipeline.records import STATUSES
 from pipeline.stats import RunTotals
 from pipeline.store.files import Store
+from pipeline.store.intake import Intake
 from pipeline.store.lease import describe_holder
 from pipeline.store.ledger import Commit, Ledger
 from pipeline.store.plan import SUCCESS, Plan, read_plan
@@ -26,6 +27,7 @@ class Status:
     snapshot: Snapshot
     num_parts: int
     num_published: int
+    intake: dict[str, Any]  # of incremental runs: see `store.intake`
 
 
 def read_status(output: str, options: dict[str, Any] | None = None) -> Status:
@@ -58,6 +60,7 @@ def read_status(output: str, options: dict[str, Any] | None = None) -> Status:
         _snapshot(store, plan, ledger, running=state == "running"),
         len(parts),
         sum(1 for part in parts if ledger.publication(part)),
+        Intake(store).status,
     )
 
 
@@ -71,13 +74,22 @@ def describe(status: Status) -> str:
         "stopped": "stopped: the same command goes on from here",
         "unaccepted": f"all rows are done, but there is no {SUCCESS}: the same command says why",
     }[status.state]
+    found = status.intake
     return "\n".join(
         [
+            *([_incremental(found)] if found else []),
             hint,
             str(status.snapshot),
             by_status,
             f"{status.num_published:,} of {status.num_parts:,} output files published",
         ]
+    )
+
+
+def _incremental(found: dict[str, Any]) -> str:
+    return (
+        f"incremental: {found['files_done']:,} files done, {found['files_waiting']:,} wait, "
+        f"{found['files_set_aside']:,} set aside; last success {found['last_success']}"
     )
 
 

@@ -1,37 +1,29 @@
 """Prompt templates: from the columns of a row to the text that is tokenised.
 
-Three layers. Cells are read as text, or as the reason why they are none. `Template` is the user's
-text with `{column}` placeholders. A `Wrapper` puts the filled template into what surrounds it: the
-model's chat markup, or system text and worked examples.
+`Template` is the user's text with `{column}` placeholders. A `Wrapper` puts the filled template
+into what surrounds it: the model's chat markup, or system text and worked examples.
 """
 
-import re
-import unicodedata
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from string import Formatter
 from typing import Any
 
-import pyarrow as pa
-import pyarrow.types as pat
-
 from pipeline.config import RunConfig
 from pipeline.errors import ConfigError, RowError
+from pipeline.languages import Languages
 
 DOCUMENT = "text"  # `{text}` is the document, whatever its column is called
 DEFAULT_TEMPLATES: Mapping[tuple[str, str], str] = {
     ("summarize", "chat"): "Provide a concise, objective summary of the following text in up "
     "to three sentences.\n\n{text}",
     ("summarize", "plain"): "Text: {text}\n\nSummary:",
+    ("translate", "chat"): "Translate the following text to {target_language}. Answer with the "
+    "translation only.\n\n{text}",
+    ("translate", "T5"): "translate {source_language} to {target_language}: {text}",
+    ("summarize", "T5"): "summarize: {text}",
+    ("translate", "plain"): "{source_language}: {text}\n{target_language}:",
 }
-BLANK = "blank"  # error type of a row without text: it is skipped, which is no error
-CellText = str | RowError
-# White space and what shows nothing: control and format characters such as ZWSP, BOM, NUL.
-_INVISIBLE = "".join(
-    c
-    for c in map(chr, [*range(0x3001), 0xFEFF])
-    if c.isspace() or unicodedata.category(c) in "CcCf"
-)
 _SENTINEL = "DraftmillUserTurn"
 _PROBES = (
     " lead and trail \n",
@@ -70,7 +62,9 @@ def check_template(config: RunConfig, columns: Sequence[str]) -> None:
         problem = f"the input has no column {config.input.text_column!r}; it has: {known}"
         raise ConfigError("input.text_column", problem)
     for style in ("chat", "plain") if config.prompt.template is None else ("chat",):
-        template = parse_template(config, style)
+        told = config.prompt.source_lang_column or config.prompt.template is None
+        source = config.prompt.source_lang or ("en" if told else None)
+        template = parse_template(config, style, Languages(source, "fr"))
         for column in template.columns:
             if column not in columns:
                 problem = f"the input has no column {column!r}; it has: {known}"
@@ -84,11 +78,14 @@ def template_columns(config: RunConfig) -> list[str]:
     Raises:
         ConfigError: the template cannot be parsed.
     """
-    return list(parse_template(config, "chat").columns)
+    return list(parse_template(config, "chat", Languages("en", "fr")).columns)
 
 
-def parse_template(config: RunConfig, style: str) -> Template:
+def parse_template(config: RunConfig, style: str, languages: Languages | None = None) -> Template:
     """The template of the config, else the task's own for this style.
+
+    Translations have `{source_lang}`, `{target_lang}` (codes) and `{source_language}`,
+    `{target_language}` (names) filled in from `languages`.
 
     Raises:
         ConfigError: `prompt.template` is malformed, lacks the document, or the task has none.
@@ -101,21 +98,47 @@ def parse_template(config: RunConfig, style: str) -> Template:
         raise ConfigError("prompt.template", problem)
     document = config.input.text_column
     pieces = _parse(text, document)
+    if config.task == "translate" and languages is not None:
+        pieces = _with_languages(pieces, languages)
     columns = tuple(dict.fromkeys(column for _, column in pieces if column is not None))
     if document not in columns:
         raise ConfigError("prompt.template", "lacks the document; add {text}")
     return Template(pieces, (document, *(c for c in columns if c != document)))
 
 
-def example_turns(config: RunConfig, template: Template) -> list[tuple[str, str]]:
-    """The worked examples as (filled template, output).
+def _with_languages(
+    pieces: tuple[tuple[str, str | None], ...], languages: Languages
+) -> tuple[tuple[str, str | None], ...]:
+    """The pieces with the placeholders of languages turned into text."""
+    values, filled, text = languages.fields(), [], ""
+    for literal, column in pieces:
+        text += literal
+        if column in values:
+            if not values[column]:
+                key = f"prompt.{column.partition('_')[0]}_lang"
+                raise ConfigError(key, "the prompt's template names the language; set it")
+            text += values[column]
+        else:
+            filled.append((text, column))
+            text = ""
+    return (*filled, (text, None))
+
+
+def example_turns(
+    config: RunConfig, template: Template, languages: Languages | None = None
+) -> list[tuple[str, str]]:
+    """The worked examples as (filled template, output); of those that name a language
+    (`target_lang`), the ones for this.
 
     Raises:
         ConfigError: an example lacks a column of the template.
     """
     turns = []
     document = config.input.text_column
+    target = languages.target if languages else None
     for i, example in enumerate(config.prompt.few_shot):
+        if target and example.get("target_lang", target) != target:
+            continue
         values = dict(example)
         if DOCUMENT in example:
             values[document] = example[DOCUMENT]
@@ -210,13 +233,19 @@ def prompt_style(config: RunConfig, tokenizer: Any) -> str:
     return style
 
 
-def make_wrapper(config: RunConfig, tokenizer: Any, style: str, template: Template) -> Wrapper:
+def make_wrapper(
+    config: RunConfig,
+    tokenizer: Any,
+    style: str,
+    template: Template,
+    languages: Languages | None = None,
+) -> Wrapper:
     """What surrounds the user turn in this style.
 
     Raises:
         ConfigError: the chat template refuses the system turn, examples or arguments.
     """
-    examples = example_turns(config, template)
+    examples = example_turns(config, template, languages)
     if style == "plain":
         return _plain(config.prompt.system, examples)
     messages = [{"role": "system", "content": config.prompt.system}] if config.prompt.system else []
@@ -264,76 +293,16 @@ def _agrees(chat: ChatTurns, splice: Splice, probe: str) -> bool:
         return False
 
 
-def column_texts(column: pa.ChunkedArray, name: str, is_document: bool) -> list[CellText]:
-    """One text per row of a column of any type.
+def control_tokens(tokenizer: Any, style: str) -> dict[int, str]:
+    """Ids that structure a prompt, with their text: a row's text must never produce them.
 
-    Parquet strings can hold invalid UTF-8, which Arrow does not check on reading: each value is
-    decoded by itself, so that a bad one does not spoil its neighbours.
+    The special tokens, and in chat style those other added tokens that the chat template writes.
+    The unknown token is none: ordinary text yields it.
     """
-    if isinstance(column.type, pa.BaseExtensionType) and _is_text(column.type.storage_type):
-        storage = [chunk.storage for chunk in column.chunks]
-        column = pa.chunked_array(storage, column.type.storage_type)
-    if pat.is_dictionary(column.type):
-        column = column.cast(column.type.value_type)
-    if _is_text(column.type):
-        values = column.cast(pa.large_binary()).to_pylist()
-    elif is_document or pat.is_nested(column.type):
-        values = [
-            _not_text(name, column.type) if v else None for v in column.is_valid().to_pylist()
-        ]
-    else:
-        values = _plain_values(column)
-    return [text_of(value, name, is_document) for value in values]
-
-
-def text_of(value: Any, name: str, is_document: bool) -> CellText:
-    """A cell as text. Null is "" in a column, and like empty or blank text no document at all."""
-    if isinstance(value, RowError):
-        return value
-    if isinstance(value, bytes):
-        try:
-            value = value.decode("utf-8")
-        except UnicodeDecodeError as error:
-            problem = f"column {name!r} is not valid UTF-8 at byte {error.start}"
-            return RowError("invalid_utf8", problem)
-    elif isinstance(value, str):
-        try:
-            value.encode("utf-8")
-        except UnicodeEncodeError as error:
-            problem = f"column {name!r} has a lone surrogate at character {error.start}"
-            return RowError("invalid_utf8", problem)
-    elif value is not None and (is_document or isinstance(value, list | tuple | dict)):
-        return _not_text(name, type(value).__name__)
-    text = "" if value is None else str(value)
-    if is_document and not text.strip(_INVISIBLE):
-        return RowError(BLANK, f"column {name!r} has no text")
-    return text
-
-
-def break_up(text: str, tokens: Sequence[str]) -> str:
-    """The text with a space inside each of the tokens, so that it reads as ordinary text.
-
-    A space, not an invisible character: normalizers of some tokenizers drop those.
-    """
-    pattern = "|".join(re.escape(token) for token in sorted(tokens, key=len, reverse=True))
-    return re.sub(pattern, lambda m: f"{m[0][:1]} {m[0][1:]}" if len(m[0]) > 1 else " ", text)
-
-
-def _is_text(kind: pa.DataType) -> bool:
-    checks = [
-        *(pat.is_string, pat.is_large_string, pat.is_string_view),
-        *(pat.is_binary, pat.is_large_binary, pat.is_binary_view, pat.is_fixed_size_binary),
-    ]
-    return any(check(kind) for check in checks)
-
-
-def _plain_values(column: pa.ChunkedArray) -> list[Any]:
-    try:
-        values: list[Any] = column.to_pylist()
-    except (ValueError, OverflowError):  # a date or time beyond what Python has
-        values = column.cast(pa.string()).to_pylist()
-    return values
-
-
-def _not_text(name: str, kind: Any) -> RowError:
-    return RowError("not_text", f"column {name!r} is of type {kind}, not text")
+    markup = str(tokenizer.get_chat_template()) if style == "chat" else ""
+    return {
+        token_id: token.content
+        for token_id, token in tokenizer.added_tokens_decoder.items()
+        if token_id != tokenizer.unk_token_id
+        and (token.special or (token.content in markup and not token.content.isspace()))
+    }

@@ -10,6 +10,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from pipeline.decoding.loading import load_tokenizer
 from pipeline.errors import EngineError
 from pipeline.records import Completion, GenerationRequest, GenerationStats
 from pipeline.store.commit import Committer
@@ -24,6 +25,8 @@ class Behaviour:
     fail_rows: tuple[str, ...] = ()  # row keys that end in `error`
     fail_all: bool = False
     break_at: str | None = None  # row key at which the engine itself fails
+    echo: str | None = None  # folder of a tokenizer: the text is the prompt's own
+    echo_tokens: int | None = None  # as many of its tokens at most
 
 
 class FakeEngine:
@@ -33,6 +36,7 @@ class FakeEngine:
         self._behaviour = behaviour
         self._queue: list[GenerationRequest] = []
         self._journal = open(behaviour.journal, "a") if behaviour.journal else None
+        self._tokenizer = load_tokenizer(Path(behaviour.echo)) if behaviour.echo else None
 
     @property
     def num_unfinished(self) -> int:
@@ -58,9 +62,13 @@ class FakeEngine:
             self._journal.flush()
         if behaviour.fail_all or request.row_key in behaviour.fail_rows:
             return Completion(request.row_key, "error", error_type="fake", error="as asked")
-        return Completion(
-            request.row_key, "ok", fake_text(request.prompt_token_ids), "stop", stats=_STATS
-        )
+        text = self._text(list(request.prompt_token_ids))
+        return Completion(request.row_key, "ok", text, "stop", stats=_STATS)
+
+    def _text(self, prompt: list[int]) -> str:
+        if self._tokenizer is None:
+            return fake_text(prompt)
+        return self._tokenizer.decode(prompt[: self._behaviour.echo_tokens])
 
 
 _STATS = GenerationStats(

@@ -96,13 +96,12 @@ def test_config_is_immutable(file: Path) -> None:
 
 def test_derived_values(file: Path) -> None:
     config = load_config([file], task="summarize")
-    assert config.text_column == "summary" and config.input.kept == []
-    config = load_config([file], ["output.text_column=s", "input.id_column=id"], task="translate")
-    assert config.text_column == "s" and config.input.kept == ["id"]
-    config = load_config(
-        [file], ["input.keep_columns=[a, b, a]", "input.id_column=id"], task="translate"
-    )
-    assert config.text_column == "translation" and config.input.kept == ["a", "b"]
+    assert config.text_columns == ["summary"] and config.input.kept == []
+    config = load_config([file], ["output.text_column=s", "input.id_column=id"], task="summarize")
+    assert config.text_columns == ["s"] and config.input.kept == ["id"]
+    sets = ["input.keep_columns=[a, b, a]", "input.id_column=id", "prompt.target_lang=fr"]
+    config = load_config([file], sets, task="translate")
+    assert config.text_columns == ["translation"] and config.kept == ["a", "b"]
 
 
 def test_dump_yaml_round_trips(file: Path, tmp_path: Path) -> None:
@@ -116,6 +115,7 @@ def test_dump_yaml_round_trips(file: Path, tmp_path: Path) -> None:
         "resources.num_gpus=0.5",
         "decoding.min_p=1e-3",
         "task=translate",
+        "prompt.target_lang=[fr, pt-BR]",
     ]
     config = load_config([file], overrides, task="translate")
     copy = tmp_path / "copy.yaml"

@@ -19,16 +19,22 @@ README = (ROOT / "README.md").read_text(encoding="utf-8")
 
 # Each room may import from the rooms above it, and `store` and `decoding` never meet.
 LAYERS = [
-    {"pipeline.errors", "pipeline.sections", "pipeline.logs", "pipeline.steptable"},
+    {"pipeline.errors", "pipeline.languages", "pipeline.splitting", "pipeline.logs"},
+    {"pipeline.steptable"},
+    {"pipeline.timing"},
+    {"pipeline.sections"},
     {"pipeline.endpoint"},
-    {"pipeline.config", "pipeline.records"},
-    {"pipeline.stats", "pipeline.templates", "pipeline.identity"},
-    {"pipeline.prompts", "pipeline.progress"},
+    {"pipeline.config", "pipeline.records", "pipeline.cells"},
+    {"pipeline.stats", "pipeline.templates", "pipeline.identity", "pipeline.rendered"},
+    {"pipeline.prompts", "pipeline.progress", "pipeline.translators"},
+    {"pipeline.documents"},
     {"pipeline.store", "pipeline.decoding"},
     {"pipeline.prepare", "actors", "pipeline.status", "pipeline.benchmark"},
+    {"pipeline.quality"},
     {"pipeline.report", "pipeline.htmlreport", "pipeline.flow", "pipeline.dryrun"},
     {"pipeline.monitor"},
     {"pipeline.run"},
+    {"pipeline.incremental"},
     {"pipeline.cli", "actors.bulk"},
     {"jobs"},
 ]
@@ -93,9 +99,9 @@ def test_help_is_light(job):
 @pytest.mark.parametrize("path", sorted((ROOT / "conf").glob("*.yaml")), ids=lambda p: p.name)
 def test_configs_are_complete_runs(path):
     extra = ["input.path=requests"] if path.stem == "serve" else []  # it has no input of its own
-    config = load_config([path], extra, task="summarize")
-    assert config.output.path
     section = yaml.safe_load(path.read_text(encoding="utf-8"))
+    config = load_config([path], extra, task=section.get("task", "summarize"))
+    assert config.output.path
     assert section["model"]["target"]
 
 
@@ -115,14 +121,17 @@ def test_readme_commands_parse(command):
     """Every job, make target and config that the README names exists, with such options."""
     words = shlex.split(command)
     if words[0] == "make":
-        targets = re.findall(r"^(\w+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+        targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
         assert set(words[1:]) <= set(targets)
-    elif "jobs/summarize.py" in words:
-        rest = words[words.index("jobs/summarize.py") + 1 :]
+    elif {"jobs/summarize.py", "jobs/translate.py"} & set(words):
+        job = next(word for word in words if word.startswith("jobs/"))
+        rest = words[words.index(job) + 1 :]
         files = [value for option, value in pairwise(rest) if option == "--config"]
         overrides = [value for option, value in pairwise(rest) if option == "--set"]
-        load_config([ROOT / file for file in files], overrides, task="summarize")
+        load_config([ROOT / file for file in files], overrides, task=job[5:-3])
         known = {"--config", "--set", "--dry-run", "--print-config", "--new-run", "--retry-failed"}
+        known |= {"--incremental", "--since", "--until", "--partition", "--lookback", "--max-files"}
+        known |= {"--settle", "--on-change", "--full-refresh"}
         assert {word for word in rest if word.startswith("--")} <= known
     elif "jobs/serve.py" in words:
         files = [value for option, value in pairwise(words) if option == "--config"]
@@ -142,7 +151,7 @@ def test_readme_lists_every_output_column():
 
     from pipeline.records import output_schema
 
-    for name in output_schema("summary", [pa.field("id", pa.string())]).names:
+    for name in output_schema(["summary"], [pa.field("id", pa.string())]).names:
         assert f"`{name}`" in README, name
 
 

@@ -19,13 +19,13 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from pipeline import prompts, templates
+from pipeline import cells, prompts, templates
 from pipeline.config import RunConfig
+from pipeline.documents import estimate_prompt_tokens
 from pipeline.errors import ConfigError, RowError
 from pipeline.prompts import (
     PromptRenderer,
     check_template,
-    estimate_prompt_tokens,
     template_columns,
 )
 from pipeline.records import rendered_schema
@@ -167,12 +167,6 @@ def test_placeholders_and_escapes() -> None:
 def test_missing_text_column_is_named() -> None:
     with pytest.raises(ConfigError, match=r"input\.text_column: .* 'text'; it has: body"):
         check_template(config_of(), ["body"])
-
-
-def test_translate_needs_a_template() -> None:
-    with pytest.raises(ConfigError, match=r"prompt\.template: task translate has no template"):
-        check_template(config_of(task="translate"), ["text"])
-    check_template(config_of(task="translate", prompt={"template": "French: {text}"}), ["text"])
 
 
 def test_few_shot_must_have_the_columns() -> None:
@@ -330,7 +324,7 @@ def test_cut_is_a_prefix_and_keeps_what_fits(
         if error.error_type == "prompt_too_long":
             assert room <= 0 or len(prompt_of[1]) > limit - prompts._SLACK_TOKENS
         else:
-            assert error.error_type == "blank" and not document.strip(templates._INVISIBLE)
+            assert error.error_type == "blank" and not document.strip(cells._INVISIBLE)
         return
     full = len(prompt_of[-1])
     assert len(rendered.token_ids) <= limit

@@ -93,7 +93,7 @@ def test_every_row_once_in_order_for_every_reader(job):
     assert job() == 0
     table = job.table()
     assert addresses(table) == ALL
-    assert table.schema.equals(output_schema("summary", [pa.field("id", pa.string())]))
+    assert table.schema.equals(output_schema(["summary"], [pa.field("id", pa.string())]))
     assert table["id"].to_pylist() == [f"row-{n}" for n in range(50)]
     assert set(table["status"].to_pylist()) == {"ok"}
     assert all(table["summary"].to_pylist())

@@ -1,10 +1,11 @@
-"""`ray job submit` against a standing cluster: the way the jobs run in production."""
+"""`ray job submit` and `infra/submit.py` against a standing cluster: as in production."""
 
 import os
 import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -14,6 +15,11 @@ import pytest
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(300)]
 ROOT = Path(__file__).parents[1]
 RAY = Path(sys.executable).parent / "ray"
+
+
+NODE_PORTS = ["dashboard-agent-listen-port", "dashboard-agent-grpc-port", "node-manager-port"]
+NODE_PORTS += ["object-manager-port", "runtime-env-agent-port", "metrics-export-port"]
+HEAD_PORTS = ["port", "dashboard-port", *NODE_PORTS]
 
 
 def free_ports(count: int) -> list[int]:
@@ -26,14 +32,11 @@ def free_ports(count: int) -> list[int]:
     return ports
 
 
-@pytest.fixture
-def cluster(tmp_path):
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory):
     """A head node of its own, on free ports; ended by its process group, never by `ray stop`."""
-    names = ["port", "dashboard-port", "dashboard-agent-listen-port", "dashboard-agent-grpc-port"]
-    names += ["node-manager-port", "object-manager-port", "runtime-env-agent-port"]
-    names += ["metrics-export-port"]
-    ports = dict(zip(names, free_ports(len(names)), strict=True))
-    token = tmp_path / "token"
+    ports = dict(zip(HEAD_PORTS, free_ports(len(HEAD_PORTS)), strict=True))
+    token = tmp_path_factory.mktemp("ray") / "token"
     token.write_text("0" * 32 + "test")
     environment = {**os.environ, "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(token)}
     environment.pop("RAY_ADDRESS", None)
@@ -49,6 +52,7 @@ def cluster(tmp_path):
         start_new_session=True,
     )
     environment["RAY_API_SERVER_ADDRESS"] = f"http://127.0.0.1:{ports['dashboard-port']}"
+    environment["CLUSTER"] = f"127.0.0.1:{ports['port']}"
     yield environment
     os.killpg(process.pid, signal.SIGTERM)
     process.wait(timeout=60)
@@ -86,3 +90,95 @@ def test_submitted_job_and_its_exit_status(cluster, tiny_model_dir, tmp_path):
     failed = submit(cluster, *settings, "decoding.seed=7")
     assert failed.returncode == 1, failed.stdout + failed.stderr
     assert "decoding.seed (0 -> 7)" in failed.stdout
+
+
+def wrapper(environment, job_id, code, *options):
+    """`infra/submit.py` with a job of a line of Python."""
+    job = ["python", "-c", code]
+    return subprocess.Popen(
+        [sys.executable, ROOT / "infra/submit.py", "--id", job_id, *options, "--", *job],
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def test_wrapper_ends_with_the_jobs_exit_code_and_is_idempotent(cluster):
+    process = wrapper(cluster, "good", "print('hel' + 'lo')")
+    out, err = process.communicate(timeout=120)
+    assert process.returncode == 0 and out.endswith("hello\n"), err
+    again = wrapper(cluster, "good", "print('other')")
+    out, err = again.communicate(timeout=120)
+    assert again.returncode == 0 and "good is SUCCEEDED already" in err and "other" not in out
+    failing = wrapper(cluster, "bad", "import sys; print('oh'); sys.exit(3)")
+    out, err = failing.communicate(timeout=120)
+    assert failing.returncode == 3 and "oh" in out and "bad: FAILED" in err
+    retried = wrapper(cluster, "bad", "print('better')")
+    out, err = retried.communicate(timeout=120)
+    assert retried.returncode == 0 and "better" in out and "bad-a2: SUCCEEDED" in err
+
+
+def test_wrapper_stops_its_job_if_asked(cluster, tmp_path):
+    code = f"import time; open({str(tmp_path / 'on')!r}, 'w'); time.sleep(100)"
+    process = wrapper(cluster, "long", code, "--stop-with-me")
+    deadline = time.monotonic() + 90
+    while not (tmp_path / "on").exists() and time.monotonic() < deadline:
+        time.sleep(0.2)
+    process.terminate()
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 143 and "long: STOPPED" in err
+
+
+class Flaky:
+    """A proxy in front of the dashboard; while `cut` is set it drops every connection."""
+
+    def __init__(self, target: int) -> None:
+        self.cut = threading.Event()
+        self.dropped = 0
+        self._target = target
+        self._open: list[socket.socket] = []
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.port = self._listener.getsockname()[1]
+        threading.Thread(target=self._serve, daemon=True).start()
+
+    def drop(self) -> None:
+        self.cut.set()
+        for held in self._open:
+            held.close()
+
+    def _serve(self) -> None:
+        while True:
+            client, _ = self._listener.accept()
+            if self.cut.is_set():
+                self.dropped += 1
+                client.close()
+                continue
+            server = socket.create_connection(("127.0.0.1", self._target))
+            self._open += [client, server]
+            for pair in ((client, server), (server, client)):
+                threading.Thread(target=self._pump, args=pair, daemon=True).start()
+
+    def _pump(self, source: socket.socket, sink: socket.socket) -> None:
+        try:
+            while data := source.recv(1 << 16):
+                sink.sendall(data)
+            sink.shutdown(socket.SHUT_WR)
+        except OSError:
+            pass
+
+
+def test_wrapper_outlives_a_lost_log_stream(cluster):
+    proxy = Flaky(int(cluster["RAY_API_SERVER_ADDRESS"].rpartition(":")[2]))
+    code = "import time; print('first', flush=True); time.sleep(8); print('last'); exit(5)"
+    address = f"--address=http://127.0.0.1:{proxy.port}"
+    process = wrapper(cluster, "cut", code, address)
+    shown = [next(line for line in process.stdout if line == "first\n")]
+    proxy.drop()
+    deadline = time.monotonic() + 30
+    while proxy.dropped < 2 and time.monotonic() < deadline:
+        time.sleep(0.1)
+    proxy.cut.clear()
+    out, err = process.communicate(timeout=120)
+    assert proxy.dropped >= 2
+    assert process.returncode == 5 and [*shown, out] == ["first\n", "last\n"], err

@@ -40,9 +40,10 @@ class RequestPrompter:
             prompt: Prompt = one_prompt(self._renderer, url, json.loads(body))
         except ApiError as error:
             told = json.dumps({"status": error.status, "body": error.body()})
-            return "error", error.code or "invalid_request", told, None, 0, None
+            return "error", error.code or "invalid_request", told, None, 0, None, None, None
         sampling = prompt.sampling.to_json()
-        return None, None, None, prompt.token_ids, prompt.truncated_prompt_tokens, sampling
+        cut = prompt.truncated_prompt_tokens
+        return None, None, None, prompt.token_ids, cut, sampling, None, None
 
 
 def one_prompt(renderer: RequestRenderer, url: str, body: object) -> Prompt:

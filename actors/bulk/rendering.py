@@ -11,13 +11,14 @@ from pydantic import ValidationError
 
 from actors.bulk.bodies import ChatBody, CompletionBody, Settings
 from actors.bulk.errors import ApiError, invalid, row_error
+from pipeline.cells import break_up
 from pipeline.config import RunConfig
 from pipeline.decoding.choosing import params_of
 from pipeline.errors import ConfigError, RowError
-from pipeline.prompts import PromptRenderer, control_tokens
+from pipeline.prompts import PromptRenderer
 from pipeline.records import SamplingParams
 from pipeline.sections import PromptConfig
-from pipeline.templates import break_up
+from pipeline.templates import control_tokens
 
 
 @dataclass(frozen=True)

@@ -161,6 +161,11 @@ def read_config(checkpoint: Checkpoint) -> dict[str, Any]:
         raise ConfigError(checkpoint.key, problem) from None
 
 
+def is_encoder_decoder(config: Mapping[str, Any]) -> bool:
+    """Whether the model reads its prompt in an encoder of its own."""
+    return bool(config.get("is_encoder_decoder"))
+
+
 def count_parameters(checkpoint: Checkpoint) -> int | None:
     """Parameters, from the headers of the weight files; None before a hub id is downloaded."""
     folder = present_folder(checkpoint)

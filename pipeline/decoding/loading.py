@@ -93,7 +93,8 @@ def load_checkpoint_tokenizer(checkpoint: Checkpoint) -> Any:
 
 
 def load_model(folder: Path, dtype: str, device: str, *, key: str = "model.target") -> Any:
-    """The causal language model of a checkpoint folder, for inference only, with neutral settings.
+    """The language model of a checkpoint folder, for inference only, with neutral settings: causal,
+    or an encoder-decoder.
 
     Args:
         dtype: one of `DTYPES`.
@@ -103,7 +104,7 @@ def load_model(folder: Path, dtype: str, device: str, *, key: str = "model.targe
         ConfigError: naming `key` or `model.device`, if it is no model that can generate by itself.
     """
     import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()  # many actors' bars would garble the job's own output
@@ -116,11 +117,9 @@ def load_model(folder: Path, dtype: str, device: str, *, key: str = "model.targe
     except Exception as error:
         problem = f"cannot read the model's config: {_line(error)}; choose another model"
         raise ConfigError(key, problem) from error
-    if config.is_encoder_decoder:
-        problem = f"{config.model_type} is an encoder-decoder; choose a decoder-only model"
-        raise ConfigError(key, problem)
+    kind = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
     try:
-        model = AutoModelForCausalLM.from_pretrained(
+        model = kind.from_pretrained(
             str(folder), config=config, dtype=getattr(torch, dtype), trust_remote_code=False
         )
     except (torch.OutOfMemoryError, MemoryError):
@@ -142,7 +141,8 @@ def neutralize(model: Any) -> None:
     """Drop the checkpoint's own sampling settings: the run's config alone decides.
 
     `generate()` fills every setting that is unset from `model.generation_config`, so a checkpoint's
-    repetition_penalty or forced tokens would leak into greedy runs. Its end and pad tokens stay.
+    repetition_penalty or forced tokens would leak into greedy runs. Its end and pad tokens stay,
+    and what an encoder-decoder's answer begins with and never holds: its own padding, in Marian.
     """
     from transformers import GenerationConfig
 
@@ -151,6 +151,9 @@ def neutralize(model: Any) -> None:
     neutral.bos_token_id = theirs.bos_token_id
     neutral.eos_token_id = end_tokens(theirs.eos_token_id) or None
     neutral.pad_token_id = theirs.pad_token_id
+    if model.config.is_encoder_decoder:
+        neutral.decoder_start_token_id = theirs.decoder_start_token_id
+        neutral.bad_words_ids = theirs.bad_words_ids
     model.generation_config = neutral
 
 

@@ -5,6 +5,7 @@ from typing import Any
 
 from pipeline.config import RunConfig
 from pipeline.errors import RowError
+from pipeline.languages import Languages
 from pipeline.prompts import PromptRenderer, template_columns
 
 MIN_LENGTH = 8  # below, copying is not worth a pass of its own
@@ -40,7 +41,13 @@ def template_prefix(config: RunConfig, tokenizer: Any) -> list[int]:
 
     More or less than the template's true head does no harm: rows reuse as much as they share.
     """
-    renderer = PromptRenderer(config, tokenizer, max_prompt_tokens=1 << 30)
+    languages = None
+    if config.task == "translate":
+        if not (config.prompt.target_langs and config.prompt.source_lang):
+            return []
+        # The first language's: prompts of the others have less in common with it, or nothing.
+        languages = Languages(config.prompt.source_lang, config.prompt.target_langs[0])
+    renderer = PromptRenderer(config, tokenizer, 1 << 30, languages)
     columns = template_columns(config)
     try:
         a, b = (renderer.render(dict.fromkeys(columns, text)).token_ids for text in _UNLIKE)

@@ -7,7 +7,7 @@ transformers can generate with.
 import logging
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -36,9 +36,11 @@ class ReferenceEngine:
     """An `Engine` that decodes one row per step.
 
     Args:
-        model: a causal language model of transformers; its generation settings are neutralised.
+        model: a language model of transformers, causal or encoder-decoder; its generation settings
+            are neutralised.
         tokenizer: the model's.
-        max_model_len: prompt and completion of a row at most, in tokens.
+        max_model_len: prompt and completion of a row at most, in tokens; of an encoder-decoder each
+            of them.
         row_timeout_s: seconds of generation per row, or None.
 
     Raises:
@@ -67,6 +69,7 @@ class ReferenceEngine:
         self._stops = StopStrings(tokenizer, decoding.stop)
         self._responses = Responses(tokenizer, model)
         self._end_tokens = frozenset(end_tokens(model.generation_config.eos_token_id))
+        self._encodes = bool(model.config.is_encoder_decoder)
         self._clock = ControlClock()
         self._queue: deque[GenerationRequest] = deque()
 
@@ -102,38 +105,53 @@ class ReferenceEngine:
             ConfigError: if this model cannot decode by this method.
         """
         prompt = [0] * max(1, min(8, self._max_model_len - _WARM_UP_TOKENS))
-        observer = self._observer(prompt, _WARM_UP_TOKENS, ControlClock())
+        request = GenerationRequest("warm-up", prompt)
         try:
-            self._run(GenerationRequest("warm-up", prompt), observer)
+            self._run(request, self._observer(request, _WARM_UP_TOKENS, ControlClock()))
         except ValueError as error:  # e.g. recurrent layers, whose state cannot be rolled back
             model_type = self._model.config.model_type
             problem = f"{self._decoding.method} does not work with {model_type}: {error}"
             raise ConfigError("decoding.method", f"{problem}; use plain") from error
 
     def _generate(self, request: GenerationRequest) -> Completion:
-        room = room_for(request.prompt_token_ids, self._max_model_len, self._vocab_size)
-        budget = min(self._decoding.max_new_tokens, room)
-        observer = self._observer(request.prompt_token_ids, budget, self._clock)
+        prompt, limit = request.prompt_token_ids, self._max_model_len
+        room = room_for(prompt, limit + self._encodes, self._vocab_size)
+        if self._encodes:  # prompt and completion do not share their places
+            room = limit - len(self._decoder_prompt(request))
+        observer = self._observer(request, min(self._decoding.max_new_tokens, room), self._clock)
         self._run(request, observer)
         end = observer.end
+        stats = observer.stats(self._decoding.method, time.perf_counter())
+        stats.prompt_tokens = len(prompt)
         return Completion(
             request.row_key,
             status="timeout" if end.timed_out else "ok",
             text=end.text(),
             finish_reason=end.reason,
-            stats=observer.stats(self._decoding.method, time.perf_counter()),
+            stats=stats,
         )
 
-    def _observer(self, prompt: Sequence[int], budget: int, clock: ControlClock) -> RowObserver:
+    def _decoder_prompt(self, request: GenerationRequest) -> list[int]:
+        """What the decoder has before the first new token."""
+        if not self._encodes:
+            return list(request.prompt_token_ids)
+        start = self._model.generation_config.decoder_start_token_id
+        return [start, *request.decoder_token_ids]
+
+    def _observer(
+        self, request: GenerationRequest, budget: int, clock: ControlClock
+    ) -> RowObserver:
         timeout = self._row_timeout_s
         deadline = None if timeout is None else time.monotonic() + timeout
-        read = partial(self._responses.text, prompt)
+        read = partial(self._responses.text, request.prompt_token_ids)
         end = RowEnd(self._stops, self._end_tokens, budget, deadline, read)
-        return RowObserver(len(prompt), end, clock)
+        return RowObserver(len(self._decoder_prompt(request)), end, clock)
 
     def _run(self, request: GenerationRequest, observer: RowObserver) -> None:
         """Decode the row; what comes of it is with the observer."""
-        prompt = torch.tensor([list(request.prompt_token_ids)], device=self._model.device)
+        device = self._model.device
+        prompt = torch.tensor([list(request.prompt_token_ids)], device=device)
+        given = torch.tensor([self._decoder_prompt(request)], device=device)
         settings = GenerationConfig(
             max_new_tokens=observer.end.budget,
             do_sample=False,  # the noise is in the processors: argmax samples
@@ -146,8 +164,9 @@ class ReferenceEngine:
                 input_ids=prompt,
                 attention_mask=torch.ones_like(prompt),
                 generation_config=settings,
-                logits_processor=self._sampler.for_row(request.row_key, prompt.shape[1]),
+                logits_processor=self._sampler.for_row(request.row_key, given.shape[1]),
                 stopping_criteria=StoppingCriteriaList([observer]),
+                **({"decoder_input_ids": given} if self._encodes else {}),
             )
 
 

@@ -54,11 +54,38 @@ def file_id(name: str) -> str:
     return hashlib.blake2b(name.encode(), digest_size=6).hexdigest()
 
 
+@dataclass(frozen=True)
+class Found:
+    """The input's files, not yet opened: (name below the root, fsspec entry)."""
+
+    fs: fsspec.AbstractFileSystem
+    root: str
+    is_folder: bool
+    chosen: list[tuple[str, dict[str, Any]]]
+    skipped: list[tuple[str, str]]
+
+
 def list_input(url: str, options: dict[str, Any] | None = None) -> Listing:
     """List a Parquet file, a folder (recursively) or a glob and read all footers.
 
     Raises:
         InputError: nothing there, no permission, or a file that is not complete Parquet.
+    """
+    found = find_input(url, options)
+    if not found.chosen:
+        skipped = found.skipped
+        hint = f"; passed over: {skipped[0][0]} ({skipped[0][1]})" if skipped else ""
+        raise InputError(_KEY, f"no Parquet file under {url}{hint}; check the path")
+    with ThreadPoolExecutor(_FOOTER_THREADS) as pool:
+        files = list(pool.map(lambda item: read_footer(found.fs, *item), found.chosen))
+    return Listing(found.root, found.is_folder, files, found.skipped)
+
+
+def find_input(url: str, options: dict[str, Any] | None = None) -> Found:
+    """Find a Parquet file, those of a folder (recursively) or of a glob; there may be none.
+
+    Raises:
+        InputError: nothing there, or no permission.
     """
     try:
         fs, path = fsspec.core.url_to_fs(url, **(options or {}))
@@ -72,13 +99,7 @@ def list_input(url: str, options: dict[str, Any] | None = None) -> Listing:
         raise InputError(
             _KEY, f"no permission to list {error.filename or url}; grant read access"
         ) from None
-    chosen, skipped = _choose(root, found, named=path)
-    if not chosen:
-        hint = f"; passed over: {skipped[0][0]} ({skipped[0][1]})" if skipped else ""
-        raise InputError(_KEY, f"no Parquet file under {url}{hint}; check the path")
-    with ThreadPoolExecutor(_FOOTER_THREADS) as pool:
-        files = list(pool.map(lambda item: _read_footer(fs, *item), chosen))
-    return Listing(root, is_folder, files, skipped)
+    return Found(fs, root, is_folder, *_choose(root, found, named=path))
 
 
 def check_columns(files: Sequence[InputFile], columns: Iterable[tuple[str, str]]) -> pa.Schema:
@@ -171,7 +192,12 @@ def _choose(
     return chosen, skipped
 
 
-def _read_footer(fs: fsspec.AbstractFileSystem, name: str, entry: dict[str, Any]) -> InputFile:
+def read_footer(fs: fsspec.AbstractFileSystem, name: str, entry: dict[str, Any]) -> InputFile:
+    """Open a file that `find_input` found.
+
+    Raises:
+        InputError: no permission, or it is not complete Parquet.
+    """
     path = entry["name"]
     try:
         with fs.open(path, "rb") as handle:

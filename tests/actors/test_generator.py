@@ -43,13 +43,15 @@ def batch(start, stop, status=None):
         "prompt_token_ids": [[n] for n in range(start, stop)],
         "truncated_prompt_tokens": [0] * count,
         "sampling": [None] * count,
+        "pieces": [None] * count,
+        "values": [None] * count,
     }
     return pa.table(columns, schema=rendered_schema(KEPT))
 
 
 def make_actor(committer, **behaviour):
     factory = functools.partial(FakeEngine, Behaviour(**behaviour))
-    return GenerationActor(factory, KEPT, "summary", "run", committer)
+    return GenerationActor(factory, KEPT, ["summary"], "run", committer)
 
 
 def call(actor, *batches):
@@ -65,7 +67,7 @@ def test_batch_is_committed_in_order_and_only_markers_go_on():
     assert returned.schema == MARKERS
     assert returned["marker"].to_pylist() == ["marker-4"]
     (table,) = committer.tables
-    assert table.schema == completed_schema("summary", KEPT)
+    assert table.schema == completed_schema(["summary"], KEPT)
     assert table["source_row"].to_pylist() == [4, 5, 6, 7]
     assert table["id"].to_pylist() == ["row-4", "row-5", "row-6", "row-7"]
     assert table["status"].to_pylist() == ["ok"] * 4

@@ -14,7 +14,7 @@ from pipeline.store.listing import file_id
 from pipeline.store.plan import Plan, PlannedFile
 from pipeline.store.publish import publish_part, unpublished
 
-SCHEMA = completed_schema("summary", [])
+SCHEMA = completed_schema(["summary"], [])
 
 
 @pytest.fixture
@@ -106,7 +106,7 @@ def test_second_attempt_at_a_unit_is_counted_once(store, plan, seen_in_between):
     part = next(part for part in plan.parts() if part.file.name == "b.parquet")
     commits = unpublished(ledger, part)
     assert [commit.marker for commit in commits] == [min(attempts)]
-    marker = publish_part(store, part, commits, None, output_schema("summary", []), {})
+    marker = publish_part(store, part, commits, None, output_schema(["summary"], []), {})
     table = pq.read_table(store.path(part.name))
     assert table["summary"].to_pylist() == attempts[min(attempts)]
     totals = read_totals(store, marker)
@@ -124,7 +124,7 @@ def test_attempt_after_the_publication_changes_nothing(store, plan):
     part = next(part for part in plan.parts() if part.file.name == "b.parquet")
     committer.commit(finished("b.parquet", 0, 4, "first"))
     ledger.refresh()
-    publish_part(store, part, unpublished(ledger, part), None, output_schema("summary", []), {})
+    publish_part(store, part, unpublished(ledger, part), None, output_schema(["summary"], []), {})
     while len(store.names(COMMITS)) < 8:  # some sort before the first, some after
         committer.commit(finished("b.parquet", 0, 4, "late"))
     assert ledger.refresh() == []
@@ -140,7 +140,7 @@ def test_publishing_again_after_a_death_in_the_middle_of_deleting(store, plan):
     part = next(part for part in plan.parts() if part.file.name == "a.parquet")
     committer.commit(finished("a.parquet", part.start, part.stop))
     ledger.refresh()
-    again = (store, part, unpublished(ledger, part), None, output_schema("summary", []), {})
+    again = (store, part, unpublished(ledger, part), None, output_schema(["summary"], []), {})
     marker = publish_part(*again)
     assert store.names(DATA) == []
     written = store.read(part.name)

@@ -148,7 +148,12 @@ def _check_method(config: RunConfig, model: dict[str, Any]) -> None:
             "another method",
         )
     layers = text.get("num_hidden_layers")
-    if method in ("early_exit", "auto") and exit_layer is not None and layers and exit_layer >= layers:
+    if (
+        method in ("early_exit", "auto")
+        and exit_layer is not None
+        and layers
+        and exit_layer >= layers
+    ):
         raise ConfigError(
             "decoding.exit_layer",
             f"{exit_layer} is not fewer than the {layers} layers of {name}; choose a lower one",

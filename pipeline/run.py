@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from pipeline import logs, report
+from pipeline import auditing, logs, report
 from pipeline.config import RunConfig
 from pipeline.errors import DraftmillError, ErrorRateExceeded, RunFailed
 from pipeline.htmlreport.page import REPORT_NAME, write_report
@@ -41,6 +41,14 @@ class Options:
     retry_failed: bool = False
 
 
+@dataclass(frozen=True)
+class Executed:
+    """`seconds`: of generating and publishing. `audit`: see `auditing.summarize`; None: none."""
+
+    seconds: float
+    audit: dict[str, Any] | None = None
+
+
 def run(config: RunConfig, options: Options = Options(), make_factory: Any = None) -> int:
     """Run a job to its end; the exit code.
 
@@ -61,13 +69,16 @@ def run(config: RunConfig, options: Options = Options(), make_factory: Any = Non
             _refuse_failing_run(job, plan, ledger)
         execute = partial(_execute, job, plan, ledger, run_id, lease, make_factory)
         units = _pending_units(job, plan, ledger)
-        seconds = execute(units) if units or _parts_to_publish(plan, ledger) else None
+        sample, done = _sample(job, plan, units), None
+        if units or sample or _parts_to_publish(plan, ledger):
+            done = execute(units, sample)
         if options.retry_failed:
             units = failed_units(job.store, plan, ledger, ledger.newest_generation + 1)
             if units:
                 print(f"{sum(u.num_rows for u in units):,} failed rows are tried again", flush=True)
-                seconds = (seconds or 0.0) + execute(units)
-        return _finish(job, plan, ledger, run_id, seconds)
+                again = execute(units, [])
+                done = Executed(again.seconds + done.seconds, done.audit) if done else again
+        return _finish(job, plan, ledger, run_id, done)
 
 
 def _begin(job: Job, options: Options) -> Plan:
@@ -128,15 +139,16 @@ def _execute(
     lease: Lease,
     make_factory: Any,
     units: list[Unit],
-) -> float:
-    """Start Ray, generate, publish; seconds of it. Whatever breaks, say how to resume."""
+    sample: list[Unit],
+) -> Executed:
+    """Start Ray, generate and publish units, audit the sample. If it breaks, say how to resume."""
     from pipeline import flow, monitor  # imports ray
 
-    job.store.delete([SUCCESS])
+    generation = units[0].generation if units else 0
+    job.store.delete([SUCCESS, SUMMARY_NAME])
     started = time.monotonic()
     started_ray = flow.start_ray()
     try:
-        generation = units[0].generation if units else 0
         publisher = monitor.Publisher(job, plan, ledger, units, report.file_metadata(job))
         shares = flow.plan_shares(job.config, job.resolved.num_gpus)
         factory = (make_factory or flow.model_engine)(job, shares)
@@ -153,7 +165,10 @@ def _execute(
                 generation=generation,
                 max_error_rate=job.config.faults.max_error_rate,
             )
-        return time.monotonic() - started
+        seconds = time.monotonic() - started
+        audit = _audit(job, plan, sample, factory, shares) if sample else None
+        lease.check()
+        return Executed(seconds, audit)
     except DraftmillError:
         raise
     except KeyboardInterrupt:
@@ -166,6 +181,28 @@ def _execute(
         # the process, which its workers share, has to do (see `cli.errors_to_exit_codes`).
         if started_ray and not is_working():
             flow.stop_ray()
+
+
+def _sample(job: Job, plan: Plan, pending: list[Unit]) -> list[Unit]:
+    """Units to audit. None of a finished run: that has a summary."""
+    fraction = job.config.decoding.audit_fraction
+    if not fraction or (not pending and job.store.exists(SUMMARY_NAME)):
+        return []
+    return plan.sample(fraction)
+
+
+def _audit(job: Job, plan: Plan, units: list[Unit], factory: Any, shares: Any) -> dict[str, Any]:
+    """Generate the units again; what breaks here leaves the run as good as it was."""
+    from pipeline import flow
+
+    rows = sum(unit.num_rows for unit in units)
+    print(f"audit: {rows:,} rows are generated again, plainly and as configured", flush=True)
+    try:
+        groups = flow.audit(job, plan, units, factory, shares)
+    except Exception as error:
+        logger.debug("audit failed", exc_info=True)
+        return {"note": f"failed: {report.root_cause(error)}"}
+    return auditing.summarize(groups, is_exact=job.config.decoding.ensemble_weight is None)
 
 
 def _count(ledger: Ledger, plan: Plan, generation: int) -> RunTotals:
@@ -182,14 +219,14 @@ def _how_to_resume(ledger: Ledger, plan: Plan) -> str:
     return f"{done:,} of {plan.num_rows:,} rows are committed: the same command goes on from there"
 
 
-def _finish(job: Job, plan: Plan, ledger: Ledger, run_id: str, seconds: float | None) -> int:
+def _finish(job: Job, plan: Plan, ledger: Ledger, run_id: str, done: Executed | None) -> int:
     """Judge the error rate, write `_SUCCESS` or not, report. The exit code."""
     counts = ledger.counts(plan)
     limit = job.config.faults.max_error_rate
     exceeded = counts.error_rate > limit
-    if seconds is not None:
+    if done is not None:
         totals, new = _sums(job.store, plan, ledger, run_id)
-        summary = report.summary(job, totals, new, seconds, run_id)
+        summary = report.summary(job, totals, new, done.seconds, run_id, done.audit)
         job.store.put(SUMMARY_NAME, json.dumps(summary, indent=1).encode())
         write_report(job, plan, ledger, summary)
         report.print_summary(summary)

@@ -177,6 +177,13 @@ class DecodingConfig(Section):
     on_too_long: Literal["truncate", "error"] = Field(
         "truncate", description="Prompt too long: cut the document, or make the row an error."
     )
+    audit_fraction: float = Field(
+        0.0,
+        ge=0,
+        le=1,
+        description="Share of the rows that are generated again at the end, plainly and as "
+        "configured: how many agree, and what drafting saved by the clock.",
+    )
 
     @field_validator("num_draft_tokens")
     @classmethod

@@ -22,7 +22,7 @@ LAYERS = [
     {"pipeline.errors", "pipeline.sections", "pipeline.logs"},
     {"pipeline.config", "pipeline.records"},
     {"pipeline.stats", "pipeline.templates", "pipeline.identity"},
-    {"pipeline.prompts", "pipeline.progress"},
+    {"pipeline.prompts", "pipeline.progress", "pipeline.auditing"},
     {"pipeline.store", "pipeline.decoding"},
     {"pipeline.prepare", "actors", "pipeline.status", "pipeline.benchmark"},
     {"pipeline.report", "pipeline.htmlreport", "pipeline.flow", "pipeline.dryrun"},

@@ -6,10 +6,12 @@ import math
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import ray
 import ray.data
 
+from actors.auditor import AuditActor
 from actors.generator import EngineFactory, GenerationActor
 from actors.prompter import PromptActor, load_renderer
 from pipeline import logs
@@ -135,9 +137,12 @@ def batches_in_flight(config: RunConfig, device: str, unit_rows: int) -> int:
 
     With the rows of a unit, it is also what a kill costs at most.
     """
+    return max(MIN_BATCHES_IN_FLIGHT, -(-_rows_in_flight(config, device) // unit_rows))
+
+
+def _rows_in_flight(config: RunConfig, device: str) -> int:
     asked = config.resources.slots
-    slots = MAX_SLOTS[device] if asked == "auto" else asked
-    return max(MIN_BATCHES_IN_FLIGHT, -(-2 * slots // unit_rows))
+    return 2 * (MAX_SLOTS[device] if asked == "auto" else asked)
 
 
 def _set_context() -> None:
@@ -170,9 +175,6 @@ def generate(
     if not units:
         return
     config = job.config
-    _set_context()
-    source = UnitSource(units, job.schema, config.input.storage_options)
-    prompts = {"config": config, "max_prompt_tokens": job.max_prompt_tokens}
     reducer = functools.partial(load_renderer, config, job.max_prompt_tokens)
     generator = {
         "engine_factory": factory,
@@ -184,35 +186,71 @@ def generate(
         "reducer": reducer if config.on_too_long == "map_reduce" else None,
     }
     in_flight = batches_in_flight(config, job.resolved.device, plan.unit_rows)
-    markers = (
-        ray.data.read_datasource(
-            source,
-            override_num_blocks=len(units),
-            num_cpus=TASK_CPUS,
-            concurrency=_READ_TASKS,
-        )
-        .map_batches(
-            prompter,
-            fn_constructor_kwargs=prompts,
-            batch_size=None,
-            batch_format="pyarrow",
-            compute=ray.data.ActorPoolStrategy(size=1),
-            num_cpus=TASK_CPUS,
-        )
-        # With GPUs `map_batches` insists on a batch size, which would cut units in pieces.
-        .map_batches_internal(
-            GenerationActor,
-            fn_constructor_kwargs=generator,
-            batch_size=None,
-            batch_format="pyarrow",
-            compute=ray.data.ActorPoolStrategy(
-                size=config.resources.num_actors,
-                max_tasks_in_flight_per_actor=in_flight,
-                max_concurrent_calls_per_actor=in_flight,
-            ),
-            num_cpus=shares.num_cpus,
-            num_gpus=shares.num_gpus or None,
-        )
+    # With GPUs `map_batches` insists on a batch size, which would cut units in pieces.
+    markers = _prompts(job, units, prompter).map_batches_internal(
+        GenerationActor,
+        fn_constructor_kwargs=generator,
+        batch_size=None,
+        batch_format="pyarrow",
+        compute=ray.data.ActorPoolStrategy(
+            size=config.resources.num_actors,
+            max_tasks_in_flight_per_actor=in_flight,
+            max_concurrent_calls_per_actor=in_flight,
+        ),
+        num_cpus=shares.num_cpus,
+        num_gpus=shares.num_gpus or None,
     )
     for _ in markers.iter_internal_ref_bundles():
         pass  # committed; keeping the references would pile them up here
+
+
+def audit(
+    job: Job, plan: Plan, units: Sequence[Unit], factory: EngineFactory, shares: Shares
+) -> list[dict[str, Any]]:
+    """Generate rows of a published run again: rows of `auditing.GROUP_SCHEMA`.
+
+    They go in groups of as many rows as an actor of the run has in flight, so that its slots are
+    as full.
+
+    Raises:
+        Exception: whatever Ray Data raises.
+    """
+    config = job.config
+    group_rows = _rows_in_flight(config, job.resolved.device)
+    num_groups = math.ceil(sum(unit.num_rows for unit in units) / group_rows)
+    auditor = {
+        "engine_factory": factory,
+        "store": job.store,
+        "rows_per_file": plan.rows_per_file,
+        "text_column": config.text_columns[0],
+    }
+    groups = _prompts(job, units).map_batches(
+        AuditActor,
+        fn_constructor_kwargs=auditor,
+        batch_size=group_rows,
+        batch_format="pyarrow",
+        compute=ray.data.ActorPoolStrategy(size=min(config.resources.num_actors, num_groups)),
+        num_cpus=shares.num_cpus,
+        num_gpus=shares.num_gpus or None,
+    )
+    found: list[dict[str, Any]] = groups.take_all()
+    return found
+
+
+def _prompts(job: Job, units: Sequence[Unit], prompter: type = PromptActor) -> ray.data.Dataset:
+    """Read and render the units: one block each."""
+    _set_context()
+    prompts = {"config": job.config, "max_prompt_tokens": job.max_prompt_tokens}
+    return ray.data.read_datasource(
+        UnitSource(units, job.schema, job.config.input.storage_options),
+        override_num_blocks=len(units),
+        num_cpus=TASK_CPUS,
+        concurrency=_READ_TASKS,
+    ).map_batches(
+        prompter,
+        fn_constructor_kwargs=prompts,
+        batch_size=None,
+        batch_format="pyarrow",
+        compute=ray.data.ActorPoolStrategy(size=1),
+        num_cpus=TASK_CPUS,
+    )

@@ -146,7 +146,10 @@ def sum_stats(parts: Sequence[GenerationStats]) -> GenerationStats:
 
 @dataclass
 class Completion:
-    """The end of one row: text and statistics, or the reason why there is none."""
+    """The end of one row: text and statistics, or the reason why there is none.
+
+    `token_ids`: what the text was made of, with the end token; None where the engine does not tell.
+    """
 
     row_key: str
     status: Status
@@ -155,6 +158,7 @@ class Completion:
     error_type: str | None = None
     error: str | None = None
     stats: GenerationStats = field(default_factory=GenerationStats)
+    token_ids: Sequence[int] | None = None
 
 
 # Rows on their way from the reader to their commit carry these, and kept columns between them.

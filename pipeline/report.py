@@ -9,6 +9,7 @@ import pyarrow.parquet as pq
 from rich.console import Console
 from rich.table import Table
 
+from pipeline.auditing import audit_lines
 from pipeline.errors import DraftmillError
 from pipeline.prepare import Job
 from pipeline.progress import duration
@@ -55,13 +56,19 @@ def file_metadata(job: Job) -> dict[str, Any]:
 
 
 def summary(
-    job: Job, totals: RunTotals, new: RunTotals, seconds: float, run_id: str
+    job: Job,
+    totals: RunTotals,
+    new: RunTotals,
+    seconds: float,
+    run_id: str,
+    audit: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
     """All of `_run/summary.json`.
 
     Args:
         totals: sums over the whole output, earlier invocations included.
         new: sums over what this invocation generated, in `seconds` of wall time.
+        audit: as of `auditing.summarize`.
     """
     return {
         "run_id": run_id,
@@ -79,6 +86,7 @@ def summary(
         "time_shares": _time_shares(totals),
         "control": _control(totals),
         "steps": totals.steps.rates(),
+        "audit": audit,
         "versions": versions(),
     }
 
@@ -98,6 +106,7 @@ def print_summary(summary: dict[str, Any]) -> None:
         *_rate_lines(summary),
         *_notes(summary),
         *quality_lines(summary["quality"]),
+        *audit_lines(summary["audit"]),
         ("time", _shares_line(summary["time_shares"])),
     ]
     table = Table(show_header=False, title=f"{summary['model']}, {summary['method']}")

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from pipeline import logs, quality, report
+from pipeline import auditing, logs, quality, report
 from pipeline.config import RunConfig
 from pipeline.errors import DraftmillError, ErrorRateExceeded, RunFailed
 from pipeline.htmlreport import REPORT_NAME
@@ -44,6 +44,14 @@ class Options:
     prompter: type | None = None  # the prompt stage, in place of `actors.prompter`
     shares: Any = None  # `flow.Shares` of the generation actors
     show_rows: bool = True
+
+
+@dataclass(frozen=True)
+class Executed:
+    """`seconds`: of generating and publishing. `audit`: see `auditing.summarize`; None: none."""
+
+    seconds: float
+    audit: dict[str, Any] | None = None
 
 
 def run(config: RunConfig, options: Options = Options(), make_factory: Any = None) -> int:
@@ -89,13 +97,16 @@ def work(job: Job, plan: Plan, invocation: Work) -> int:
         _execute, job, plan, ledger, run_id, invocation.lease, invocation.make_factory, options
     )
     units = _pending_units(job, plan, ledger)
-    seconds = execute(units) if units or _parts_to_publish(plan, ledger) else None
+    sample, done = _sample(job, plan, units), None
+    if units or sample or _parts_to_publish(plan, ledger):
+        done = execute(units, sample)
     if options.retry_failed:
         units = failed_units(job.store, plan, ledger, ledger.newest_generation + 1)
         if units:
             print(f"{sum(u.num_rows for u in units):,} failed rows are tried again", flush=True)
-            seconds = (seconds or 0.0) + execute(units)
-    return _finish(job, plan, ledger, run_id, seconds, options.show_rows)
+            again = execute(units, [])
+            done = Executed(again.seconds + done.seconds, done.audit) if done else again
+    return _finish(job, plan, ledger, run_id, done, options.show_rows)
 
 
 def _begin(job: Job, options: Options) -> Plan:
@@ -157,15 +168,16 @@ def _execute(
     make_factory: Any,
     options: Options,
     units: list[Unit],
-) -> float:
-    """Start Ray, generate, publish; seconds of it. Whatever breaks, say how to resume."""
+    sample: list[Unit],
+) -> Executed:
+    """Start Ray, generate and publish units, audit the sample. If it breaks, say how to resume."""
     from pipeline import flow, monitor  # imports ray
 
-    job.store.delete([SUCCESS])
+    generation = units[0].generation if units else 0
+    job.store.delete([SUCCESS, SUMMARY_NAME])
     started = time.monotonic()
     started_ray = flow.start_ray()
     try:
-        generation = units[0].generation if units else 0
         publisher = monitor.Publisher(job, plan, ledger, units, report.file_metadata(job))
         shares = options.shares or flow.plan_shares(job.config, job.resolved.num_gpus)
         stages = {"prompter": options.prompter} if options.prompter else {}
@@ -183,7 +195,10 @@ def _execute(
                 generation=generation,
                 max_error_rate=job.config.faults.max_error_rate,
             )
-        return time.monotonic() - started
+        seconds = time.monotonic() - started
+        audit = _audit(job, plan, sample, factory, shares) if sample else None
+        lease.check()
+        return Executed(seconds, audit)
     except DraftmillError:
         raise
     except KeyboardInterrupt:
@@ -196,6 +211,28 @@ def _execute(
         # the process, which its workers share, has to do (see `cli.errors_to_exit_codes`).
         if started_ray and not is_working():
             flow.stop_ray()
+
+
+def _sample(job: Job, plan: Plan, pending: list[Unit]) -> list[Unit]:
+    """Units to audit. None of a finished run: that has a summary."""
+    fraction = job.config.decoding.audit_fraction
+    if not fraction or (not pending and job.store.exists(SUMMARY_NAME)):
+        return []
+    return plan.sample(fraction)
+
+
+def _audit(job: Job, plan: Plan, units: list[Unit], factory: Any, shares: Any) -> dict[str, Any]:
+    """Generate the units again; what breaks here leaves the run as good as it was."""
+    from pipeline import flow
+
+    rows = sum(unit.num_rows for unit in units)
+    print(f"audit: {rows:,} rows are generated again, plainly and as configured", flush=True)
+    try:
+        groups = flow.audit(job, plan, units, factory, shares)
+    except Exception as error:
+        logger.debug("audit failed", exc_info=True)
+        return {"note": f"failed: {report.root_cause(error)}"}
+    return auditing.summarize(groups, is_exact=job.config.decoding.ensemble_weight is None)
 
 
 def _count(ledger: Ledger, plan: Plan, generation: int) -> RunTotals:
@@ -213,15 +250,20 @@ def _how_to_resume(ledger: Ledger, plan: Plan) -> str:
 
 
 def _finish(
-    job: Job, plan: Plan, ledger: Ledger, run_id: str, seconds: float | None, show_rows: bool
+    job: Job,
+    plan: Plan,
+    ledger: Ledger,
+    run_id: str,
+    done: Executed | None,
+    show_rows: bool,
 ) -> int:
     """Judge the error rate, write `_SUCCESS` or not, report. The exit code."""
     counts = ledger.counts(plan)
     limit = job.config.faults.max_error_rate
     exceeded = counts.error_rate > limit
-    if seconds is not None:
+    if done is not None:
         totals, new = _sums(job.store, plan, ledger, run_id)
-        summary = report.summary(job, totals, new, seconds, run_id)
+        summary = report.summary(job, totals, new, done.seconds, run_id, done.audit)
         summary["quality"] = quality.score(job, plan)
         job.store.put(SUMMARY_NAME, json.dumps(summary, indent=1).encode())
         write_report(job, plan, ledger, summary)

@@ -228,6 +228,13 @@ class DecodingConfig(Section):
         "by piece (`split`), or summarise its pieces and then their summaries (`map_reduce`). "
         "`auto`: truncate for summaries, split for translations.",
     )
+    audit_fraction: float = Field(
+        0.0,
+        ge=0,
+        le=1,
+        description="Share of the rows that are generated again at the end, plainly and as "
+        "configured: how many agree, and what drafting saved by the clock.",
+    )
 
     @field_validator("num_draft_tokens")
     @classmethod

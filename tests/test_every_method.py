@@ -65,10 +65,16 @@ def plain(tmp_path_factory: pytest.TempPathFactory, documents: Path) -> list[str
 
 
 @pytest.mark.parametrize("method", MODELS)
-def test_by_config_alone(method: str, plain: list[str], documents: Path, tmp_path: Path) -> None:
+def test_by_config_alone(
+    method: str, plain: list[str], documents: Path, tmp_path: Path, capsys: Any
+) -> None:
     target, drafter, settings = MODELS[method]
     if drafter is not None:
         settings = [*settings, f"model.drafter={zoo.path(drafter)}"]
+    audited = method == "draft_model"
+    if audited:  # half of the rows, in groups of two
+        audit = ["decoding.audit_fraction=0.5", "input.unit_rows=1", "resources.slots=1"]
+        settings = [*settings, *audit]
     table = summarize(method, target, tmp_path, documents, *settings)
     assert target != "target" or table["summary"].to_pylist() == plain
     assert set(table["status"].to_pylist()) == {"ok"}
@@ -76,8 +82,14 @@ def test_by_config_alone(method: str, plain: list[str], documents: Path, tmp_pat
     for row in table.to_pylist():
         whole = row["num_target_forwards"] + row["num_accepted_draft_tokens"]
         assert row["completion_tokens"] in (whole, whole - 1)
-    totals = json.loads((tmp_path / "_run/summary.json").read_text())["totals"]
+    summary = json.loads((tmp_path / "_run/summary.json").read_text())
+    totals, found = summary["totals"], summary["audit"]
     assert totals["num_accepted_draft_tokens"] > 0.3 * totals["num_draft_tokens"] > 0
+    assert bool(found) == audited
+    if audited:
+        assert (found["rows"], found["agree"], found["errors"], found["groups"]) == (3, 3, 0, 2)
+        assert found["measured_speedup"] == found["plain_seconds"] / found["assisted_seconds"] > 0
+        assert "3 rows generated again" in capsys.readouterr().out
 
 
 def test_an_ensemble_says_its_price(

@@ -26,7 +26,7 @@ LAYERS = [
     {"pipeline.endpoint"},
     {"pipeline.config", "pipeline.records", "pipeline.cells"},
     {"pipeline.stats", "pipeline.templates", "pipeline.identity", "pipeline.rendered"},
-    {"pipeline.prompts", "pipeline.progress", "pipeline.translators"},
+    {"pipeline.prompts", "pipeline.progress", "pipeline.translators", "pipeline.auditing"},
     {"pipeline.documents"},
     {"pipeline.store", "pipeline.decoding"},
     {"pipeline.prepare", "actors", "pipeline.status", "pipeline.benchmark"},

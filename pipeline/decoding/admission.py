@@ -45,11 +45,16 @@ class Admission:
     ) -> None:
         self._tokenizer = tokenizer
         self._responses = Responses(tokenizer, model)
-        self._sampling = sampling
+        self.sampling = sampling
         self._max_model_len = max_model_len
         self._vocab_size: int = model.config.get_text_config().vocab_size
         self._end_tokens = tuple(end_tokens(model.generation_config.eos_token_id))
         self._stops: dict[tuple[str, ...], StopStrings] = {}
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """Text without special tokens."""
+        text: str = self._tokenizer.decode(tokens, skip_special_tokens=True)
+        return text
 
     def row(self, request: GenerationRequest) -> Row:
         """The row of a request.
@@ -59,7 +64,7 @@ class Admission:
         """
         prompt = request.prompt_token_ids
         room = room_for(prompt, self._max_model_len, self._vocab_size)
-        sampling = request.sampling or self._sampling
+        sampling = request.sampling or self.sampling
         validate_params(sampling, self._vocab_size)
         if sampling.stop not in self._stops:
             self._stops[sampling.stop] = StopStrings(self._tokenizer, sampling.stop)

@@ -107,6 +107,7 @@ class Row:
             text=self.end.text(),
             finish_reason=self.end.reason,
             stats=stats,
+            token_ids=self.end.tokens,
         )
 
     def fail(self, error_type: str, error: str) -> Completion:

@@ -8,7 +8,9 @@
 """
 
 import dataclasses
+import hashlib
 import json
+import math
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -74,10 +76,15 @@ class Part:
 
     @property
     def name(self) -> str:
-        """`part-<input stem>-<hash>-NNNNN.parquet`: sorts by input file, then by row."""
-        stem = self.file.name.rsplit("/", 1)[-1].partition(".")[0]
-        safe = re.sub(r"[^A-Za-z0-9_-]+", "_", stem)[:60]
-        return f"part-{safe}-{self.file.file_id}-{self.index:05d}.parquet"
+        """See `part_name`."""
+        return part_name(self.file.name, self.index)
+
+
+def part_name(file_name: str, index: int) -> str:
+    """`part-<input stem>-<hash>-NNNNN.parquet`: sorts by input file, then by row."""
+    stem = file_name.rsplit("/", 1)[-1].partition(".")[0]
+    safe = re.sub(r"[^A-Za-z0-9_-]+", "_", stem)[:60]
+    return f"part-{safe}-{file_id(file_name)}-{index:05d}.parquet"
 
 
 @dataclass(frozen=True)
@@ -111,6 +118,12 @@ class Plan:
         """The part's rows, cut at the grid."""
         for start in range(part.start, part.stop, self.unit_rows):
             yield Unit(part.file, start, min(start + self.unit_rows, part.stop))
+
+    def sample(self, fraction: float) -> list[Unit]:
+        """That share of the cells, rounded up, in order. A hash chooses: always the same ones."""
+        cells = [cell for part in self.parts() for cell in self.cells(part)]
+        order = sorted(range(len(cells)), key=lambda i: _lot(cells[i]))
+        return [cells[i] for i in sorted(order[: math.ceil(fraction * len(cells) - 1e-9)])]
 
     def to_json(self) -> bytes:
         return json.dumps(dataclasses.asdict(self), indent=1, sort_keys=True).encode()
@@ -192,6 +205,11 @@ def check_same_settings(plan: Plan, settings: dict[str, Any]) -> None:
             f"holds a run with other settings: {changes}; choose another output.path, or replace "
             "that run with --new-run",
         )
+
+
+def _lot(cell: Unit) -> bytes:
+    name = f"{cell.file.file_id}:{cell.start}"
+    return hashlib.blake2b(name.encode(), digest_size=8).digest()
 
 
 def _short(value: Any) -> str:

@@ -24,7 +24,9 @@ from pipeline.store.ledger import (
     read_totals,
     write_marker,
 )
-from pipeline.store.plan import Part, Plan, Unit
+from pipeline.store.plan import Part, Plan, Unit, part_name
+
+_BATCH_ROWS = 1024  # decoded at once
 
 
 def publish_part(
@@ -67,6 +69,24 @@ def _published_before(store: Store, part: Part, generation: int) -> str | None:
         if found and (found.file_id, found.index, found.generation) == (*part.key, generation):
             return name
     return None
+
+
+def published_texts(
+    store: Store, file_name: str, rows: Iterable[int], rows_per_file: int, column: str
+) -> dict[int, str]:
+    """What published parts hold for rows of an input file that ended `ok`: text by row."""
+    wanted, found = set(rows), dict[int, str]()
+    for index in sorted({row // rows_per_file for row in wanted}):
+        last = max(row for row in wanted if row // rows_per_file == index)
+        with store.fs.open(store.path(part_name(file_name, index)), "rb") as handle:
+            columns = ["source_row", "status", column]
+            for batch in pq.ParquetFile(handle).iter_batches(_BATCH_ROWS, columns=columns):
+                for row, status, text in zip(*batch.to_pydict().values(), strict=True):
+                    if row in wanted and status == "ok":
+                        found[row] = text
+                if batch.column(0)[-1].as_py() >= last:
+                    break
+    return found
 
 
 def unpublished(ledger: Ledger, part: Part) -> list[Commit]:

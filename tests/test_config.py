@@ -135,7 +135,7 @@ def test_dump_yaml_round_trips(file: Path, tmp_path: Path) -> None:
         (
             "wings.seed=1",
             "wings: unknown key; known keys: task, prompt, input, output, model, decoding, "
-            "resources, faults",
+            "resources, faults, serve",
         ),
         (
             "model.wings=1",

@@ -1,5 +1,6 @@
 """`ray job submit` and `infra/submit.py` against a standing cluster: as in production."""
 
+import contextlib
 import os
 import signal
 import socket
@@ -145,7 +146,8 @@ class Flaky:
     def drop(self) -> None:
         self.cut.set()
         for held in self._open:
-            held.close()
+            with contextlib.suppress(OSError):  # closed already
+                held.shutdown(socket.SHUT_RDWR)
 
     def _serve(self) -> None:
         while True:

@@ -67,7 +67,7 @@ def publish(folder: Path, texts: list[str | None]) -> None:
         mine = texts[start : start + 2]
         table = {
             "source_row": list(range(start, start + len(mine))),
-            "status": ["ok" if text is not None else "skipped" for text in mine],
+            "status": [{None: "skipped", "cut": "timeout"}.get(text, "ok") for text in mine],
             "summary": mine,
         }
         pq.write_table(pa.table(table), folder / part_name("a.parquet", start // 2))
@@ -75,7 +75,7 @@ def publish(folder: Path, texts: list[str | None]) -> None:
 
 def test_groups_are_compared_with_what_was_written(tmp_path: Path) -> None:
     actor = actor_of(tmp_path)
-    publish(tmp_path, ["spoilt", None, None, None, "spoilt", None])
+    publish(tmp_path, ["spoilt", None, None, "cut", "spoilt", None])
     groups = [actor(rendered(5)).to_pylist()[0] for _ in range(3)]
     for group in groups:
         assert (group["rows"], group["agree"], group["errors"]) == (4, 2, 2)

@@ -10,10 +10,12 @@ import pytest
 import torch
 
 from pipeline.auditing import audit_lines, ratio_interval, student_95, summarize
+from pipeline.config import DecodingConfig
 from pipeline.decoding import batched
 from pipeline.decoding.audit import AuditGroup, audit, warm_up, without_drafts
 from pipeline.decoding.batched import BatchedEngine
 from pipeline.decoding.choosing import Chooser
+from pipeline.decoding.drafters.make import make_drafter
 from pipeline.decoding.loading import load_model, load_tokenizer
 from pipeline.decoding.nearties import NearTies, doubtful_gap
 from pipeline.decoding.verification import Verified, verify
@@ -97,6 +99,35 @@ def test_plain_within_and_drafts_after(models: Any) -> None:
     for key, done in completions.items():  # the drafter lacks nothing
         assert done.stats.num_accepted_draft_tokens == expected[key].stats.num_accepted_draft_tokens
         assert done.stats.cached_prompt_tokens == expected[key].stats.cached_prompt_tokens
+
+
+def test_a_prefix_computed_without_drafts_is_computed_again(models: Any) -> None:
+    """Drafters that follow the target's passes would lack it."""
+    folder = zoo.path("mtp1")
+    target, tokenizer = load_model(folder, "float32", "cpu"), load_tokenizer(folder)
+
+    def make() -> Any:
+        decoding = DecodingConfig(method="mtp", num_draft_tokens=1, draft_confidence=0)
+        return make_engine(
+            target,
+            tokenizer,
+            params=PARAMS["greedy"],
+            method="mtp",
+            drafter=make_drafter(
+                decoding, target, None, tokenizer=tokenizer, step_tokens=64, prefix_token_ids=HEAD
+            ),
+            num_draft_tokens=1,
+            prefix_token_ids=HEAD,
+        )
+
+    _, expected = decode(make(), REQUESTS)
+    engine = make()
+    decode(engine, [GenerationRequest("f:other", IDS[50:70])])  # makes the slots
+    with without_drafts(engine):
+        decode(engine, REQUESTS)
+    _, completions = decode(engine, REQUESTS)
+    for key, done in completions.items():
+        assert done.stats.num_accepted_draft_tokens == expected[key].stats.num_accepted_draft_tokens
 
 
 def tampered(monkeypatch: Any, old: int | None, new: int) -> None:
@@ -222,11 +253,26 @@ def test_borders_of_sampling_rules_are_in_doubt_too(models: Any) -> None:
     assert order == [2, 0]
     # Third or second, whichever survives; where only two do, it is the noise that decides.
     assert between(models, logits, bf16, replace(params, top_k=2), 2, 0)
+    swapped = [16.0, 15.0, 15.2, 2.0]  # the second falls out
+    assert between(models, swapped, bf16, replace(params, top_k=2), 2, 0)
     assert not between(models, [16.0, 14.0, 10.0, 2.0], bf16, replace(params, top_k=2), 2, 0)
     p = torch.softmax(torch.tensor(logits) / 50, 0)[:2].sum().item()
     for border in (p + 1e-4, p - 1e-4):  # the third is in, or just out
         assert between(models, logits, bf16, replace(params, top_p=border), 2, 0)
     assert not between(models, logits, bf16, replace(params, top_p=0.2), 2, 0)
+
+
+@pytest.mark.parametrize("beyond", [0.0002, 0.1])
+def test_the_border_of_a_nucleus_is_in_doubt_by_its_odds(models: Any, beyond: float) -> None:
+    """An improbable token just beyond it, before many that are as improbable."""
+    logits = torch.tensor([16.0] + [16.0 - math.log(950 / 1.01)] + [16.0 - math.log(950)] * 49)
+    nucleus = float(torch.softmax(logits, 0)[0]) - beyond
+    params = SamplingParams(max_new_tokens=9, temperature=1.0, top_p=nucleus)
+    anything = [batched.Position(replace(params, top_p=None), k, 1, [], ()) for k in range(9000)]
+    row = engine_of(models, params)._admission.row(REQUESTS[0])
+    row.noise_key = Chooser(51).choose(logits.expand(9000, -1), anything).index(1)
+    saying: Any = Saying(logits.tolist(), torch.bfloat16)
+    assert NearTies(saying, Chooser(51), 64).between(row, [1], (0, 1)) is (beyond < 0.01)
 
 
 def test_intervals() -> None:

@@ -1,12 +1,10 @@
 """`ray job submit` and `infra/submit.py` against a standing cluster: as in production."""
 
-import contextlib
 import os
 import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
 from pathlib import Path
 
@@ -129,58 +127,3 @@ def test_wrapper_stops_its_job_if_asked(cluster, tmp_path):
     process.terminate()
     _, err = process.communicate(timeout=60)
     assert process.returncode == 143 and "long: STOPPED" in err
-
-
-class Flaky:
-    """A proxy in front of the dashboard; while `cut` is set it drops every connection."""
-
-    def __init__(self, target: int) -> None:
-        self.cut = threading.Event()
-        self.dropped = 0
-        self._target = target
-        self._open: list[socket.socket] = []
-        self._listener = socket.create_server(("127.0.0.1", 0))
-        self.port = self._listener.getsockname()[1]
-        threading.Thread(target=self._serve, daemon=True).start()
-
-    def drop(self) -> None:
-        self.cut.set()
-        for held in self._open:
-            with contextlib.suppress(OSError):  # closed already
-                held.shutdown(socket.SHUT_RDWR)
-
-    def _serve(self) -> None:
-        while True:
-            client, _ = self._listener.accept()
-            if self.cut.is_set():
-                self.dropped += 1
-                client.close()
-                continue
-            server = socket.create_connection(("127.0.0.1", self._target))
-            self._open += [client, server]
-            for pair in ((client, server), (server, client)):
-                threading.Thread(target=self._pump, args=pair, daemon=True).start()
-
-    def _pump(self, source: socket.socket, sink: socket.socket) -> None:
-        try:
-            while data := source.recv(1 << 16):
-                sink.sendall(data)
-            sink.shutdown(socket.SHUT_WR)
-        except OSError:
-            pass
-
-
-def test_wrapper_outlives_a_lost_log_stream(cluster):
-    proxy = Flaky(int(cluster["RAY_API_SERVER_ADDRESS"].rpartition(":")[2]))
-    code = "import time; print('first', flush=True); time.sleep(8); print('last'); exit(5)"
-    address = f"--address=http://127.0.0.1:{proxy.port}"
-    process = wrapper(cluster, "cut", code, address)
-    shown = [next(line for line in process.stdout if line == "first\n")]
-    proxy.drop()
-    deadline = time.monotonic() + 30
-    while proxy.dropped < 2 and time.monotonic() < deadline:
-        time.sleep(0.1)
-    proxy.cut.clear()
-    out, err = process.communicate(timeout=120)
-    assert proxy.dropped >= 2
-    assert process.returncode == 5 and [*shown, out] == ["first\n", "last\n"], err

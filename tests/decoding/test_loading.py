@@ -88,7 +88,6 @@ def test_end_tokens(given: int | list[int] | None, ids: list[int]) -> None:
 @pytest.mark.parametrize(
     ("config", "problem"),
     [
-        ({"model_type": "t5", "is_encoder_decoder": True}, "t5 is an encoder-decoder"),
         ({"model_type": "clip"}, "clip cannot be loaded to generate"),
         ({"model_type": "nonesuch"}, "cannot read the model's config"),
     ],

@@ -83,13 +83,28 @@ def test_beating_foreign_lease_is_respected(store):
     beat.join()
 
 
+def eventually(condition, seconds=30.0):
+    """Wait until it holds: how soon a thread runs is not ours to say."""
+    deadline = time.monotonic() + seconds
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return condition()
+
+
+def is_lost(lease):
+    try:
+        lease.check()
+    except RunFailed:
+        return True
+    return False
+
+
 def test_heartbeat_counts_and_loss_is_noticed(store):
     with Lease(store, "r1", period_s=0.2) as lease:
-        time.sleep(0.3)
-        assert json.loads(store.read(LEASE_NAME))["counter"] > 0
+        assert eventually(lambda: json.loads(store.read(LEASE_NAME))["counter"] > 0)
         lease.check()
         foreign(store)
-        time.sleep(0.3)
+        assert eventually(lambda: is_lost(lease))
         with pytest.raises(RunFailed, match="took over"):
             lease.check()
     assert json.loads(store.read(LEASE_NAME))["token"] == "theirs"  # not ours to remove

@@ -30,6 +30,7 @@ GROUP_SCHEMA = pa.schema(  # a row per group of rows that were decoded together
 )
 _COUNTS = ("rows", "agree", "near_ties", "errors")
 _SHOWN = 5
+_NOTHING = "not done: the sample has no row to generate again, rows in pieces apart"
 _LEAST_GROUPS = 3
 
 
@@ -43,7 +44,7 @@ def summarize(groups: Sequence[Mapping[str, Any]], is_exact: bool) -> dict[str, 
     notes = [group["note"] for group in groups if group["note"]]
     timed = [group for group in groups if group["note"] is None]
     if not timed:
-        return {"note": notes[0] if notes else "no row of the sample was generated"}
+        return {"note": notes[0] if notes else _NOTHING}
     plain, assisted = (
         math.fsum(group[name] for group in timed) for name in ("plain_seconds", "assisted_seconds")
     )

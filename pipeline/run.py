@@ -97,7 +97,7 @@ def work(job: Job, plan: Plan, invocation: Work) -> int:
         _execute, job, plan, ledger, run_id, invocation.lease, invocation.make_factory, options
     )
     units = _pending_units(job, plan, ledger)
-    sample, done = _sample(job, plan, units), None
+    sample, done = _sample(job, plan, units, options), None
     if units or sample or _parts_to_publish(plan, ledger):
         done = execute(units, sample)
     if options.retry_failed:
@@ -213,10 +213,11 @@ def _execute(
             flow.stop_ray()
 
 
-def _sample(job: Job, plan: Plan, pending: list[Unit]) -> list[Unit]:
-    """Units to audit. None of a finished run: that has a summary."""
+def _sample(job: Job, plan: Plan, pending: list[Unit], options: Options) -> list[Unit]:
+    """Units to audit. None of a finished run: that has a summary. None of a prompt stage of
+    another's, such as the endpoint's batches have: the config could not repeat it."""
     fraction = job.config.decoding.audit_fraction
-    if not fraction or (not pending and job.store.exists(SUMMARY_NAME)):
+    if not fraction or options.prompter or (not pending and job.store.exists(SUMMARY_NAME)):
         return []
     return plan.sample(fraction)
 

@@ -17,7 +17,7 @@ from pipeline.errors import ConfigError, EngineError
 from pipeline.identity import text_settings
 from pipeline.prepare import Job, plan_run, prepare
 from pipeline.records import rendered_schema
-from pipeline.run import SUMMARY_NAME, _audit, _sample
+from pipeline.run import SUMMARY_NAME, Options, _audit, _sample
 from pipeline.store.files import Store
 from pipeline.store.plan import Plan, part_name
 from tests import zoo
@@ -107,15 +107,16 @@ def test_which_units_and_when(job: tuple[Job, Plan], tmp_path: Path) -> None:
     made, plan = job
     cells = plan.sample(1.0)
     assert [cell.start for cell in cells] == list(range(0, 20, 3))
-    sample = _sample(made, plan, cells)
+    sample = _sample(made, plan, cells, Options())
     assert len(sample) == 2 and sample == plan.sample(0.25) and set(sample) < set(cells)
     assert set(sample) < set(plan.sample(0.5)) and len(plan.sample(3 / 7)) == 3
-    assert _sample(made, plan, []) == sample  # killed in its audit
+    assert _sample(made, plan, [], Options()) == sample  # killed in its audit
     made.store.put(SUMMARY_NAME, b"{}")
-    assert _sample(made, plan, []) == []  # finished
-    assert _sample(made, plan, cells) == sample  # new files came
+    assert _sample(made, plan, [], Options()) == []  # finished
+    assert _sample(made, plan, cells, Options()) == sample  # new files came
+    assert _sample(made, plan, cells, Options(prompter=AuditActor)) == []
     off = prepare(config_of(tmp_path))
-    assert _sample(off, plan, cells) == []
+    assert _sample(off, plan, cells, Options()) == []
     assert text_settings(off.config, off.resolved) == text_settings(made.config, made.resolved)
     with pytest.raises(ConfigError, match=r"decoding.audit_fraction"):
         config_of(tmp_path, "decoding.audit_fraction=1.5")

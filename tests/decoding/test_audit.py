@@ -10,12 +10,11 @@ import pytest
 import torch
 
 from pipeline.auditing import audit_lines, ratio_interval, student_95, summarize
-from pipeline.config import DecodingConfig
 from pipeline.decoding import batched
 from pipeline.decoding.audit import AuditGroup, audit, warm_up, without_drafts
 from pipeline.decoding.batched import BatchedEngine
 from pipeline.decoding.choosing import Chooser
-from pipeline.decoding.drafters.make import make_drafter
+from pipeline.decoding.drafters.base import Drafter
 from pipeline.decoding.loading import load_model, load_tokenizer
 from pipeline.decoding.nearties import NearTies, doubtful_gap
 from pipeline.decoding.verification import Verified, verify
@@ -101,33 +100,41 @@ def test_plain_within_and_drafts_after(models: Any) -> None:
         assert done.stats.cached_prompt_tokens == expected[key].stats.cached_prompt_tokens
 
 
-def test_a_prefix_computed_without_drafts_is_computed_again(models: Any) -> None:
-    """Drafters that follow the target's passes would lack it."""
-    folder = zoo.path("mtp1")
-    target, tokenizer = load_model(folder, "float32", "cpu"), load_tokenizer(folder)
+class Follower(Drafter):
+    """Follows the target's passes, as drafters with K and V of their own do."""
 
-    def make() -> Any:
-        decoding = DecodingConfig(method="mtp", num_draft_tokens=1, draft_confidence=0)
-        return make_engine(
-            target,
-            tokenizer,
-            params=PARAMS["greedy"],
-            method="mtp",
-            drafter=make_drafter(
-                decoding, target, None, tokenizer=tokenizer, step_tokens=64, prefix_token_ids=HEAD
-            ),
-            num_draft_tokens=1,
-            prefix_token_ids=HEAD,
-        )
+    def __init__(self) -> None:
+        self.seen: set[int] = set()
+        self.copies = 0
 
-    _, expected = decode(make(), REQUESTS)
-    engine = make()
-    decode(engine, [GenerationRequest("f:other", IDS[50:70])])  # makes the slots
+    def resize(self, num_slots: int, max_len: int) -> None:
+        self.seen.clear()
+
+    def after_pass(self, step: Any) -> None:
+        self.seen |= {span.slot for span in step.spans}
+
+    def copy_prefix(self, source: int, target: int, length: int) -> None:
+        assert source in self.seen, "a prefix that it never saw"
+        self.copies += 1
+
+    def propose(self, rows: Any, limits: Any) -> list[list[int]]:
+        return [[] for _ in rows]
+
+
+@pytest.mark.parametrize("first", [[], REQUESTS[:1], [GenerationRequest("f:other", IDS[50:70])]])
+def test_drafters_miss_no_prefix(models: Any, first: list[GenerationRequest]) -> None:
+    """Whether slots and prefix were made before or within."""
+    drafter = Follower()
+    engine = make_engine(
+        *models[:2], params=PARAMS["greedy"], drafter=drafter, prefix_token_ids=HEAD
+    )
+    decode(engine, first)
+    copies = drafter.copies
     with without_drafts(engine):
         decode(engine, REQUESTS)
-    _, completions = decode(engine, REQUESTS)
-    for key, done in completions.items():
-        assert done.stats.num_accepted_draft_tokens == expected[key].stats.num_accepted_draft_tokens
+    assert drafter.copies == copies
+    decode(engine, REQUESTS)
+    assert drafter.copies == copies + len(REQUESTS)
 
 
 def tampered(monkeypatch: Any, old: int | None, new: int) -> None:
@@ -262,17 +269,23 @@ def test_borders_of_sampling_rules_are_in_doubt_too(models: Any) -> None:
     assert not between(models, logits, bf16, replace(params, top_p=0.2), 2, 0)
 
 
-@pytest.mark.parametrize("beyond", [0.0002, 0.1])
-def test_the_border_of_a_nucleus_is_in_doubt_by_its_odds(models: Any, beyond: float) -> None:
-    """An improbable token just beyond it, before many that are as improbable."""
-    logits = torch.tensor([16.0] + [16.0 - math.log(950 / 1.01)] + [16.0 - math.log(950)] * 49)
-    nucleus = float(torch.softmax(logits, 0)[0]) - beyond
-    params = SamplingParams(max_new_tokens=9, temperature=1.0, top_p=nucleus)
-    anything = [batched.Position(replace(params, top_p=None), k, 1, [], ()) for k in range(9000)]
-    row = engine_of(models, params)._admission.row(REQUESTS[0])
-    row.noise_key = Chooser(51).choose(logits.expand(9000, -1), anything).index(1)
+@pytest.mark.parametrize(("nucleus", "is_tie"), [(0.77, True), (0.6, False)])
+def test_the_border_of_a_nucleus_is_in_doubt_by_its_odds(
+    models: Any, nucleus: float, is_tie: bool
+) -> None:
+    """Two probable tokens, and beyond the border a third before many as improbable."""
+    logits = 16 + torch.tensor([0.5, 0.3, 0.00404] + [0.004] * 49).log() - math.log(0.5)
+    params = SamplingParams(max_new_tokens=9, temperature=1.0)
+    keys = range(9000)
+    positions = [batched.Position(params, key, 1, [], ()) for key in keys]
+    block = logits.repeat(len(keys), 1)
+    first = Chooser(52).choose(block, positions)
+    block[:, 2] = -torch.inf
+    second = Chooser(52).choose(block, positions)
+    row = engine_of(models, replace(params, top_p=nucleus))._admission.row(REQUESTS[0])
+    row.noise_key = next(key for key in keys if (first[key], second[key]) == (2, 1))
     saying: Any = Saying(logits.tolist(), torch.bfloat16)
-    assert NearTies(saying, Chooser(51), 64).between(row, [1], (0, 1)) is (beyond < 0.01)
+    assert NearTies(saying, Chooser(52), 64).between(row, [1], (1, 2)) is is_tie
 
 
 def test_intervals() -> None:

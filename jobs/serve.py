@@ -2,12 +2,11 @@
 
 import signal
 import threading
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from pipeline.cli import errors_to_exit_codes, quiet_libraries
+from pipeline.cli import ConfigFiles, PrintConfig, errors_to_exit_codes, quiet_libraries
 from pipeline.config import dump_yaml, load_config
 from pipeline.errors import ConfigError
 
@@ -16,17 +15,12 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 @app.command(help="Serve a model to clients of OpenAI's API: completions, chats, files, batches.")
 def main(
-    config: Annotated[
-        list[Path] | None,
-        typer.Option(help="YAML file; repeat it to lay one over another, later wins."),
-    ] = None,
+    config: ConfigFiles = None,
     set_: Annotated[
         list[str] | None,
         typer.Option("--set", metavar="KEY=VALUE", help="Override, as in serve.port=9000."),
     ] = None,
-    print_config: Annotated[
-        bool, typer.Option("--print-config", help="Print the resolved config and stop.")
-    ] = False,
+    print_config: PrintConfig = False,
     new_key: Annotated[
         str | None,
         typer.Option("--new-key", metavar="NAME", help="Make an API key, show it once, and stop."),

@@ -16,6 +16,14 @@ from pipeline.progress import is_working
 from pipeline.store.intake import OnChange, Selection
 from pipeline.timing import parse_duration, parse_time
 
+ConfigFiles = Annotated[
+    list[Path] | None,
+    typer.Option(help="YAML file; repeat it to lay one over another, later wins."),
+]
+PrintConfig = Annotated[
+    bool, typer.Option("--print-config", help="Print the resolved config and stop.")
+]
+
 
 def make_app(task: Task, about: str) -> typer.Typer:
     """The Typer app of a job."""
@@ -23,10 +31,7 @@ def make_app(task: Task, about: str) -> typer.Typer:
 
     @app.command(help=about)
     def main(
-        config: Annotated[
-            list[Path] | None,
-            typer.Option(help="YAML file; repeat it to lay one over another, later wins."),
-        ] = None,
+        config: ConfigFiles = None,
         set_: Annotated[
             list[str] | None,
             typer.Option("--set", metavar="KEY=VALUE", help="Override, as in decoding.seed=7."),
@@ -34,9 +39,7 @@ def make_app(task: Task, about: str) -> typer.Typer:
         dry_run: Annotated[
             bool, typer.Option("--dry-run", help="Say what would be done; load no model.")
         ] = False,
-        print_config: Annotated[
-            bool, typer.Option("--print-config", help="Print the resolved config and stop.")
-        ] = False,
+        print_config: PrintConfig = False,
         new_run: Annotated[
             bool, typer.Option("--new-run", help="Discard the results in output.path first.")
         ] = False,

@@ -6,7 +6,6 @@ the order of writes is: batch, plan, results, entries, status, empty plan.
 """
 
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from typing import Any
@@ -260,8 +259,3 @@ def _status(intake: Intake, batch: Batch, run_id: str) -> dict[str, Any]:
         "files_waiting": len(waiting),
         "oldest_waiting_seconds": now - min(waiting) if waiting else 0.0,
     }
-
-
-def names_of(decisions: Sequence[Decision], *, take: bool) -> list[str]:
-    """Files that were taken, or skipped."""
-    return [d.name for d in decisions if d.take == take]

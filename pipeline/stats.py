@@ -1,6 +1,6 @@
 """Run totals: integers and seconds that add up; every rate is derived from the sums."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from itertools import zip_longest
 from operator import add, sub
@@ -9,6 +9,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from pipeline.records import GenerationStats
 from pipeline.steptable import StepTable
 
 
@@ -61,6 +62,18 @@ class RunTotals:
     def from_mapping(cls, values: Mapping[str, Any]) -> "RunTotals":
         """Totals from a marker's body; names that it lacks are zero."""
         return cls(**{f.name: values[f.name] for f in fields(cls) if f.name in values})
+
+    @classmethod
+    def from_rows(cls, rows: Iterable[GenerationStats]) -> "RunTotals":
+        """What the speedups need, over the rows whose plain time is known; all else is zero."""
+        totals = cls()
+        for stats in rows:
+            if stats.plain_decode_seconds is not None:
+                totals.rows_measured += 1
+                totals.measured_prefill_seconds += stats.prefill_seconds
+                totals.measured_decode_seconds += stats.decode_seconds
+                totals.plain_decode_seconds += stats.plain_decode_seconds
+        return totals
 
     @classmethod
     def from_table(cls, table: pa.Table) -> "RunTotals":

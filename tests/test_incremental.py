@@ -13,7 +13,7 @@ import pytest
 from pipeline import incremental
 from pipeline.config import load_config
 from pipeline.errors import ConfigError, InputError, LockedError, RunFailed
-from pipeline.incremental import dry_run, names_of, run_incremental
+from pipeline.incremental import dry_run, run_incremental
 from pipeline.run import run
 from pipeline.status import describe, read_status
 from pipeline.store.files import Store
@@ -86,7 +86,7 @@ def test_the_oldest_come_first_and_begun_files_always(intake):
     files = [file("b", 100), file("c", 300), file("begun", 70), file("a", 300)]
     files.append(file("begun-changed", 200))
     decisions = decide(files, intake, Selection(max_files=2), "f" * 16, NOW)
-    assert names_of(decisions, take=True) == ["c", "begun", "a", "begun-changed"]
+    assert [d.name for d in decisions if d.take] == ["c", "begun", "a", "begun-changed"]
     assert [d.name for d in decisions if d.waits] == ["b"]
 
 

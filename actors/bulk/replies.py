@@ -3,10 +3,11 @@
 import json
 import time
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 from actors.bulk.errors import row_error
-from pipeline.records import Completion, GenerationStats
+from pipeline.records import Completion, GenerationStats, sum_stats
 
 
 def statistics(stats: GenerationStats, truncated: int = 0) -> dict[str, Any]:
@@ -85,16 +86,9 @@ def _joined(completions: list[Completion]) -> GenerationStats:
     """Statistics of a request with several rows: sums; of one row, its own."""
     if len(completions) == 1:
         return completions[0].stats
-    total = GenerationStats(method=completions[0].stats.method)
-    for one in (c.stats for c in completions):
-        for name in ("completion_tokens", "num_target_forwards", "decode_seconds"):
-            setattr(total, name, getattr(total, name) + getattr(one, name))
-        total.num_draft_tokens += one.num_draft_tokens
-        total.num_accepted_draft_tokens += one.num_accepted_draft_tokens
-        total.latency_seconds = max(total.latency_seconds, one.latency_seconds)
-    plain = [c.stats.plain_decode_seconds for c in completions]
-    total.plain_decode_seconds = None if None in plain else sum(p for p in plain if p is not None)
-    return total
+    parts = [completion.stats for completion in completions]
+    latency = max(stats.latency_seconds for stats in parts)  # they are generated side by side
+    return replace(sum_stats(parts), method=parts[0].method, latency_seconds=latency)
 
 
 class Chunks:

@@ -6,7 +6,6 @@ what the clock says of it and of plain runs beside it.
 """
 
 import logging
-import math
 import random
 import statistics
 from collections.abc import Callable, Iterator, Sequence
@@ -14,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from pipeline.auditing import ratio_interval
 from pipeline.benchmark.engines import EngineContender, EngineSetup
 from pipeline.benchmark.machine import describe_machine
 from pipeline.benchmark.models import Models
@@ -27,7 +27,6 @@ logger = logging.getLogger(__name__)
 RANDOM, COPY = "random", "copy"
 _RANDOM_TOKENS = 128
 _COPY_TOKENS = 96  # of a passage, given three times and a third
-_STUDENT_95 = {2: 12.7, 3: 4.30, 4: 3.18, 5: 2.78, 6: 2.57, 7: 2.45}  # by number of runs
 
 
 @dataclass(frozen=True)
@@ -154,22 +153,19 @@ def rate(run: Run) -> float:
 def verdict(auto: Sequence[Run], best: Sequence[Run], plain: Sequence[Run]) -> dict[str, Any]:
     """Auto against both, by medians of decode rates, and its estimates against the clock.
 
-    `measured_job_speedup` and its 95 % interval: of the logarithms of plain over auto wall seconds,
-    pair by pair.
+    `measured_job_speedup` and its 95 % interval: the mean ratio of plain to auto wall seconds, pair
+    by pair.
     """
     rates = [statistics.median(rate(one) for one in each) for each in (auto, best, plain)]
-    logs = [math.log(b.total_seconds / a.total_seconds) for a, b in zip(auto, plain, strict=True)]
-    measured, interval = math.exp(statistics.mean(logs)), None
-    if (quantile := _STUDENT_95.get(len(logs))) is not None:
-        half = quantile * statistics.stdev(logs) / math.sqrt(len(logs))
-        interval = [measured * math.exp(-half), measured * math.exp(half)]
+    ratios = [b.total_seconds / a.total_seconds for a, b in zip(auto, plain, strict=True)]
+    measured = statistics.geometric_mean(ratios)
     estimate = median([run.job_speedup for run in auto])
     return {
         "auto_over_plain": rates[0] / rates[2],
         "auto_over_better": rates[0] / max(rates[1:]),
         "estimated_job_speedup": estimate,
         "measured_job_speedup": measured,
-        "measured_interval": interval,
+        "measured_interval": ratio_interval(ratios),
         "estimate_over_measured": estimate / measured if estimate else None,
         "estimated_plain_speedup": median([run.job_speedup for run in plain]),
     }

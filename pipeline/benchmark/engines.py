@@ -17,7 +17,7 @@ from pipeline.decoding.memory import SlotBudget
 from pipeline.decoding.rows import Row
 from pipeline.decoding.timing import StepTimes
 from pipeline.errors import EngineError
-from pipeline.records import GenerationRequest, GenerationStats, SamplingParams
+from pipeline.records import GenerationRequest, SamplingParams
 from pipeline.sections import DecodingConfig, Method
 from pipeline.stats import RunTotals
 
@@ -153,7 +153,7 @@ class EngineContender:
 def _run_of(engine: RecordingEngine, seconds: float, *, drafts: bool) -> Run:
     stats = [row.stats for row in engine.rows.values()]
     accepted = sum(one.num_accepted_draft_tokens for one in stats)
-    totals = _totals(stats)
+    totals = RunTotals.from_rows(stats)
     return Run(
         [row.end.tokens for row in engine.rows.values()],
         seconds,
@@ -164,17 +164,6 @@ def _run_of(engine: RecordingEngine, seconds: float, *, drafts: bool) -> Run:
         accepted_draft_tokens=accepted if drafts else None,
         decode_speedup=totals.decode_speedup,
         job_speedup=totals.job_speedup,
-    )
-
-
-def _totals(stats: Sequence[GenerationStats]) -> RunTotals:
-    """What the speedups of a run need."""
-    known = [one for one in stats if one.plain_decode_seconds is not None]
-    return RunTotals(
-        rows_measured=len(known),
-        measured_prefill_seconds=sum(one.prefill_seconds for one in known),
-        measured_decode_seconds=sum(one.decode_seconds for one in known),
-        plain_decode_seconds=sum(one.plain_decode_seconds or 0.0 for one in known),
     )
 
 

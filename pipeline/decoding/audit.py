@@ -5,7 +5,7 @@ run wrote, and the clock tells what drafting saved, beside what control steps ma
 """
 
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -68,7 +68,12 @@ def audit(
         verdict = judge.verdict(request, plain[key], drafted[key], texts.get(key))
         if verdict is not None:
             verdicts[key] = verdict
-    return AuditGroup(verdicts, plain_seconds, assisted_seconds, _estimate(drafted.values()))
+    return AuditGroup(
+        verdicts,
+        plain_seconds,
+        assisted_seconds,
+        RunTotals.from_rows(done.stats for done in drafted.values()),
+    )
 
 
 def warm_up(engine: BatchedEngine, requests: Sequence[GenerationRequest]) -> None:
@@ -115,18 +120,6 @@ def _generate(
     while engine.num_unfinished:
         completions |= {completion.row_key: completion for completion in engine.step()}
     return completions, time.perf_counter() - started
-
-
-def _estimate(completions: Iterable[Completion]) -> RunTotals:
-    """Sums over the rows whose plain time is known, as of a run."""
-    totals = RunTotals()
-    for stats in (completion.stats for completion in completions):
-        if stats.plain_decode_seconds is not None:
-            totals.rows_measured += 1
-            totals.measured_prefill_seconds += stats.prefill_seconds
-            totals.measured_decode_seconds += stats.decode_seconds
-            totals.plain_decode_seconds += stats.plain_decode_seconds
-    return totals
 
 
 class _Judge:

@@ -58,7 +58,6 @@ class Plan:
     """Draft tokens to ask for, by method and row; methods that are not asked are missing."""
 
     lengths: dict[Method, list[int]]
-    is_trial: bool = False
 
 
 @dataclass(frozen=True)
@@ -181,7 +180,7 @@ class DraftLengthController:
                     lengths[i] = min(_TRIAL_LENGTH, rows.limits[i])
                 lag = sum(lags[i] for i in chosen)
                 if self.ledger.allows(self._trial_seconds(method, rows, cost, lengths, lag)):
-                    return Plan({method: lengths}, is_trial=True)
+                    return Plan({method: lengths})
         return None
 
     def _trial_seconds(
@@ -245,9 +244,7 @@ class DraftLengthController:
 
     def _record_drafting(self, bucket: Bucket, outcome: Outcome) -> None:
         for method, seconds in outcome.draft_seconds.items():
-            draft = self._draft_costs.get(method)
-            if draft is None:
-                continue
+            draft = self._draft_costs[method]
             tokens, entry_seconds = outcome.entries.get(method, (0, 0.0))
             draft.record_entry(tokens, entry_seconds)
             count = sum(m == method for m in outcome.methods)
@@ -259,7 +256,7 @@ class DraftLengthController:
         """Catching up is paid at once and saves later: lent until the row is over."""
         for method, counts in lengths.items():
             lags = rows.lags.get(method)
-            if not lags or method not in self._draft_costs:
+            if not lags:
                 continue
             per_token = self._draft_costs[method].per_entry_token(self._prefill_token)
             for slot, lag, count in zip(rows.slots, lags, counts, strict=True):

@@ -4,8 +4,8 @@
 class Ledger:
     """Seconds saved. Trials are paid from savings, and from a small share of the time that passes.
 
-    `floor` is what it may fall to: a step is allowed only if its whole cost could be lost without
-    falling below, so that a run takes at most `(1 + share) * plain + credit` seconds, as far as
+    A trial is allowed only if its whole cost could be lost without the balance falling below zero,
+    so that a run takes at most `(1 + share) * plain + credit` seconds, as far as
     plain steps and costs are known.
     """
 

@@ -102,10 +102,6 @@ class Survival:
                 share[i, :limit] = reach[:limit]
         return keep, share
 
-    def first(self, kind: int) -> float:
-        """Chance of a draft's first token."""
-        return float(self._of_class(kind)[0][0])
-
     def release(self, slot: int) -> None:
         """The slot's row is over."""
         self._rows.pop(slot, None)

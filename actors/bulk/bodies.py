@@ -123,7 +123,7 @@ class Settings(Body):
             if getattr(self, name) is not None and self.task != "translate":
                 raise ValueError(f"{name}: goes with task: translate")
         if self.task == "translate" and self.target_lang is None:
-            raise ValueError("target_lang: translate needs it, such as `German`")
+            raise ValueError("target_lang: translate needs it, a code such as `de`")
         if self.stream_options is not None and not self.stream:
             raise ValueError("stream_options: goes with stream: true")
         return self

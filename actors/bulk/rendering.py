@@ -15,9 +15,9 @@ from pipeline.cells import break_up
 from pipeline.config import RunConfig
 from pipeline.decoding.choosing import params_of
 from pipeline.errors import ConfigError, RowError
+from pipeline.languages import Languages
 from pipeline.prompts import PromptRenderer
 from pipeline.records import SamplingParams
-from pipeline.sections import PromptConfig
 from pipeline.templates import control_tokens
 
 
@@ -146,10 +146,15 @@ class RequestRenderer:
                 self._tasks.clear()
             try:
                 config = task_config(self._config, body.task, body.source_lang, body.target_lang)
-                self._tasks[key] = PromptRenderer(config, self._tokenizer, room)
-            except (ConfigError, ValidationError) as error:
-                problem = " ".join(str(error).splitlines()[-3:-1]) or str(error)
+                languages = None
+                if body.task == "translate":
+                    languages = Languages(body.source_lang, body.target_lang)
+                self._tasks[key] = PromptRenderer(config, self._tokenizer, room, languages)
+            except ValidationError as error:
+                problem = str(error.errors()[0]["msg"]).removeprefix("Value error, ")
                 raise invalid(f"task: {problem}", "task", "unsupported_value") from None
+            except ConfigError as error:
+                raise invalid(f"task: {error}", "task", "unsupported_value") from None
         return self._tasks[key]
 
 
@@ -159,12 +164,10 @@ def task_config(
     """The endpoint's config for another task or other languages.
 
     Raises:
-        ApiError: this build does not know the task.
+        ValidationError: a language is none, or the config does not go with the task.
     """
     values = config.model_dump()
-    languages = {"source_lang": source_lang, "target_lang": target_lang}
-    known = {k: v for k, v in languages.items() if k in PromptConfig.model_fields and v}
-    values["prompt"] |= known
+    values["prompt"] |= {"source_lang": source_lang, "target_lang": target_lang}
     return RunConfig.model_validate(values | {"task": task})
 
 

@@ -130,7 +130,13 @@ CASES = {
     ),
     "chat-task": (chat(task="rewrite"), 400, "invalid_value", "task"),
     "chat-translate-whither": (chat(task="translate"), 400, "unsupported_value", "target_lang"),
-    "chat-lang-alone": (chat(target_lang="German"), 400, "unsupported_value", "target_lang"),
+    "chat-lang-alone": (chat(target_lang="de"), 400, "unsupported_value", "target_lang"),
+    "chat-no-language": (
+        chat(task="translate", source_lang="en", target_lang="Klingonish"),
+        400,
+        "unsupported_value",
+        "task",
+    ),
     "chat-method": (chat(method="mtp"), 400, "unsupported_value", "method"),
     "chat-blank-document": (
         chat(task="summarize", messages=[{"role": "user", "content": " \n"}]),

@@ -203,22 +203,35 @@ def test_batch_equals_interactive_answers_and_the_job(endpoint, corpus_batch, tm
 
     documents = [found[f"doc-{n}"]["response"]["body"]["choices"][0] for n in range(12)]
     summaries = [choice["message"]["content"] for choice in documents]
-    assert summaries == job_summaries(endpoint, tmp_path)
+    assert summaries == of_the_job(endpoint, tmp_path, "summarize")
     one = ask(client, 4, extra_body={"task": "summarize"})
     assert one.choices[0].message.content == summaries[4]
 
 
-def job_summaries(endpoint, tmp_path) -> list[str]:
-    """What `jobs/summarize.py` makes of the texts."""
+def of_the_job(endpoint, folder, task: str, **prompt) -> list[str]:
+    """What `jobs/summarize.py` or `jobs/translate.py` makes of the texts."""
     from pipeline.run import run
 
-    pq.write_table(pa.table({"text": TEXTS}), tmp_path / "in.parquet")
-    values = endpoint.config.model_dump()
-    values["input"]["path"] = str(tmp_path / "in.parquet")
-    values["output"]["path"] = str(tmp_path / "out")
-    config = type(endpoint.config)(**values)
+    pq.write_table(pa.table({"text": TEXTS}), folder / "in.parquet")
+    values = endpoint.config.model_dump() | {"task": task}
+    values["input"]["path"] = str(folder / "in.parquet")
+    values["output"]["path"] = str(folder / task)
+    values["prompt"] |= prompt
+    config = type(endpoint.config).model_validate(values)
     assert run(config) == 0
-    return pyarrow.dataset.dataset(tmp_path / "out").to_table()["summary"].to_pylist()
+    table = pyarrow.dataset.dataset(folder / task).to_table()
+    return table[config.text_columns[0]].to_pylist()
+
+
+def test_translation_equals_the_job(endpoint, tmp_path):
+    languages = {"source_lang": "en", "target_lang": "de"}
+    texts = of_the_job(endpoint, tmp_path, "translate", **languages)
+    client = endpoint.client()
+    for n in (0, 7):
+        answer = ask(client, n, extra_body={"task": "translate", **languages})
+        assert answer.choices[0].message.content == texts[n]
+    french = ask(client, 0, extra_body={"task": "translate", **languages, "target_lang": "fr"})
+    assert french.choices[0].message.content != texts[0]
 
 
 def test_corpus_in_parquet_is_summarised_where_it_lies(endpoint, corpus_batch):

@@ -11,12 +11,10 @@ from typing import Any
 import ray
 import ray.data
 
-from actors.auditor import AuditActor
 from actors.generator import EngineFactory, GenerationActor
 from actors.prompter import PromptActor, load_renderer
 from pipeline import logs
 from pipeline.config import RunConfig
-from pipeline.decoding.build import build_engine
 from pipeline.decoding.memory import MAX_SLOTS
 from pipeline.errors import ConfigError
 from pipeline.prepare import Job
@@ -84,6 +82,8 @@ def stop_ray() -> None:
 
 def model_engine(job: Job, shares: Shares) -> EngineFactory:
     """Factory of the configured model's engine, to be called on the actor."""
+    from pipeline.decoding.build import build_engine  # imports transformers: seconds of a core
+
     return functools.partial(
         build_engine,
         job.config,
@@ -215,6 +215,8 @@ def audit(
     Raises:
         Exception: whatever Ray Data raises.
     """
+    from actors.auditor import AuditActor  # as above
+
     config = job.config
     group_rows = _rows_in_flight(config, job.resolved.device)
     num_groups = math.ceil(sum(unit.num_rows for unit in units) / group_rows)

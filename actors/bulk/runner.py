@@ -14,7 +14,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from actors.bulk.lines import check_lines
+from actors.bulk.lines import Checked, check_lines
 from actors.bulk.results import TEXT_COLUMN, Results, collect, counts
 from actors.bulk.state import Batches, Files, run_store
 from pipeline import logs
@@ -122,14 +122,17 @@ class BatchRunner:
             problem = {"code": "input_gone", "message": "the input is gone", "line": None}
             self.fail(owner, request["id"], [{**problem, "param": "input_file_id"}])
             return False
-        limit = self._config.serve.max_batch_rows
-        checked = check_lines(data, request["endpoint"], request["model"], limit)
+        checked = self._check(request, data)
         if checked.errors:
             self.fail(owner, request["id"], checked.errors)
             return False
         self._batches.store.put(self._input_name(owner, request), checked.to_parquet())
         self._batches.update(owner, request["id"], total=len(checked.rows))
         return True
+
+    def _check(self, request: dict[str, Any], data: bytes) -> Checked:
+        limit = self._config.serve.max_batch_rows
+        return check_lines(data, request["endpoint"], request["model"], limit)
 
     def _input(self, owner: str, request: dict[str, Any]) -> bytes | None:
         if request["input_uri"]:
@@ -196,8 +199,9 @@ class BatchRunner:
     def _collect(self, owner: str, request: dict[str, Any], status: str) -> Results:
         try:
             data = self._batches.store.read(self._input_name(owner, request))
-        except FileNotFoundError:  # cancelled before it was looked at
-            return Results()
+        except FileNotFoundError:  # it ends before it was looked at
+            lines = self._input(owner, request) or b""
+            data = self._check(request, lines).to_parquet()
         requests: pa.Table = pq.read_table(io.BytesIO(data))
         run_folder = self._run_store(owner, request)
         return collect(run_folder, requests, request["id"], request["model"], status)

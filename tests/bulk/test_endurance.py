@@ -36,7 +36,6 @@ def test_batch_survives_its_replica_its_runner_and_the_controller(fake):
     import ray
 
     client = fake.client()
-    expiring = start_batch(client, lines_of(2000, max_tokens=60), window="30s")
     batch = start_batch(client, lines_of(ROWS, max_tokens=30))
     wait_for(client, batch, lambda b: b.request_counts.completed >= 30)
     kill(int(journal(fake)[-1][2]))
@@ -53,7 +52,13 @@ def test_batch_survives_its_replica_its_runner_and_the_controller(fake):
         line["response"]["body"]["choices"][0]["message"]["content"] for line in found.values()
     ]
     assert len(set(texts)) == ROWS and all(text.endswith("word30") for text in texts)
-    check_unfinished(client, expiring, "expired", 2000)
+
+
+def test_batch_that_expires_says_so_of_every_request(fake):
+    client = fake.client()
+    batch = start_batch(client, lines_of(500, max_tokens=390), window="1s")
+    done = check_unfinished(client, batch, "expired", 500)
+    assert done < 100
 
 
 def check_unfinished(client, batch, status: str, rows: int) -> int:

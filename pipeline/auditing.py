@@ -104,7 +104,8 @@ def audit_lines(audit: Mapping[str, Any] | None) -> list[tuple[str, str]]:
         lines.append((f"audit: {audit['errors']:,} rows differ", f"and must not: {where}"))
     interval, estimate = audit["measured_speedup_interval"], audit["estimated_speedup"]
     spread = f"{interval[0]:.2f} to {interval[1]:.2f}, " if interval else ""
-    measured = f"{audit['measured_speedup']:.2f}x ({spread}{audit['groups']:,} groups of rows)"
+    groups = f"{audit['groups']:,} group{'s' if audit['groups'] != 1 else ''} of rows"
+    measured = f"{audit['measured_speedup']:.2f}x ({spread}{groups})"
     beside = f"{estimate:.2f}x" if estimate else "unknown"
     lines.append(("measured speedup", f"{measured}; estimate of the same rows: {beside}"))
     return lines

@@ -90,6 +90,7 @@ def test_by_config_alone(
         assert (found["rows"], found["agree"], found["errors"], found["groups"]) == (3, 3, 0, 2)
         assert found["measured_speedup"] == found["plain_seconds"] / found["assisted_seconds"] > 0
         assert "3 rows generated again" in capsys.readouterr().out
+        assert "3 rows generated again" in (tmp_path / "_run/report.html").read_text()
 
 
 def test_an_ensemble_says_its_price(

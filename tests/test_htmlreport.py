@@ -11,8 +11,9 @@ import pyarrow.parquet as pq
 import pytest
 
 from pipeline.config import load_config
+from pipeline.htmlreport.charts import seconds
 from pipeline.htmlreport.page import hide_password
-from pipeline.htmlreport.svg import _ticks, short
+from pipeline.htmlreport.svg import _ticks, short, steps
 from pipeline.run import Options, run
 from tests.fakes import Behaviour, fake_factory
 
@@ -122,6 +123,18 @@ def test_ticks_are_round_and_reach_the_top():
         assert ticks[-1] >= top * 0.999 and 2 <= len(ticks) <= 7, (top, ticks)
     assert _ticks(2, whole=True) == [0, 1, 2]
     assert [short(v) for v in (0, 0.25, 12, 1200, 3.4e6)] == ["0", "0.25", "12", "1.2k", "3.4M"]
+
+
+def test_what_is_unknown_is_a_gap():
+    chart = steps([0, 1, 2, 3, 4], [None, 2.0, None, 1.0], name="", x_title="", titles=[""] * 4)
+    lines = re.findall(r'<polyline.*?points="([\d.]+),[\d.]+ ([\d.]+),[\d.]+"', chart)
+    (_, end), (begin, _) = lines
+    assert float(end) < float(begin)
+
+
+def test_seconds_in_few_characters():
+    shown = [seconds(value) for value in (0.012, 0.41, 9.994, 12.34, 1234.5)]
+    assert shown == ["12.0 ms", "0.41 s", "9.99 s", "12.3 s", "1,234 s"]
 
 
 def test_passwords_in_urls_are_hidden():

@@ -153,6 +153,7 @@ def test_whole_job_with_several_languages_and_references(tmp_path, tiny_model_di
     assert "version:" in found["translation_de"]["bleu_signature"]
     assert found["translation_pt_BR"]["chrf"] == 100
     assert "chrF 100.0" in capsys.readouterr().out
+    assert "chrF 100.0" in (tmp_path / "out/_run/report.html").read_text()
 
 
 def test_languages_of_each_row(job):

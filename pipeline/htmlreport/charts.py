@@ -92,13 +92,16 @@ def _acceptance_over_time(moments: Sequence[Moment], index: list[int], edges: An
         accepted[i] += moment.counts.num_accepted_draft_tokens
     if not drafted.any():
         return []
-    rates = np.divide(accepted, drafted, out=np.zeros_like(drafted), where=drafted > 0).tolist()
+    rates = [a / d if d else None for a, d in zip(accepted, drafted, strict=True)]
     chart = svg.steps(
         edges.tolist(),
         rates,
         name="Acceptance over time",
         x_title=_TIME,
-        titles=[f"{_span(edges, i)}: {rate:.3f}" for i, rate in enumerate(rates)],
+        titles=[
+            f"{_span(edges, i)}: {'no drafts' if rate is None else f'{rate:.3f}'}"
+            for i, rate in enumerate(rates)
+        ],
         x_format=clock,
     )
     return [Card("Acceptance over time", "Accepted share of draft tokens, by commit.", chart)]
@@ -193,8 +196,10 @@ def percentiles(rows: Rows) -> list[tuple[str, list[str]]]:
 
 
 def seconds(value: float) -> str:
-    """`0.41 s`, `12 ms`."""
-    return f"{value:.2f} s" if value >= 0.1 else f"{1000 * value:.1f} ms"
+    """`101 s`, `99.8 s`, `0.41 s`, `12.0 ms`."""
+    if value < 0.1:
+        return f"{1000 * value:.1f} ms"
+    return f"{value:,.{0 if value >= 100 else 1 if value >= 10 else 2}f} s"
 
 
 def clock(value: float) -> str:

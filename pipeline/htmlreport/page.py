@@ -9,10 +9,12 @@ from typing import Any
 import yaml
 from jinja2 import Environment, StrictUndefined
 
+from pipeline.auditing import audit_lines
 from pipeline.htmlreport import REPORT_NAME, charts
 from pipeline.htmlreport.evidence import MAX_ROWS, Rows, moments, read_rows
 from pipeline.prepare import Job
 from pipeline.progress import duration
+from pipeline.quality import quality_lines
 from pipeline.store.ledger import Ledger
 from pipeline.store.plan import Plan
 
@@ -41,6 +43,8 @@ def write_report(job: Job, plan: Plan, ledger: Ledger, summary: dict[str, Any]) 
         rows=rows,
         sample_of=rows.of_rows if rows.num_rows < rows.of_rows > MAX_ROWS else None,
         control=_control(summary),
+        audit=audit_lines(summary["audit"]),
+        quality=quality_lines(summary["quality"]),
         finished=time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()),
         config=_config(job),
         output=hide_password(job.store.url),

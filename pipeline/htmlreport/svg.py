@@ -71,25 +71,28 @@ def stacked(
 
 def steps(
     edges: Sequence[float],
-    values: Sequence[float],
+    values: Sequence[float | None],
     *,
     name: str,
     x_title: str,
     titles: Sequence[str],
     x_format: Format = short,
 ) -> Markup:
-    """A filled step line: `values[i]` holds from `edges[i]` to `edges[i + 1]`."""
-    frame = _Frame(name, x_title, max(values, default=0.0))
+    """A filled step line: `values[i]` holds from `edges[i]` to `edges[i + 1]`; None is a gap."""
+    frame = _Frame(name, x_title, max((v for v in values if v is not None), default=0.0))
     span = (edges[-1] - edges[0]) or 1.0
     xs = [_LEFT + (edge - edges[0]) / span * frame.width for edge in edges]
-    line = []
+    line: list[str] = []
     for i, value in enumerate(values):
-        y = frame.y(value)
-        line += [f"{xs[i]:.1f},{y:.1f}", f"{xs[i + 1]:.1f},{y:.1f}"]
-    if line:
-        area = [f"{xs[0]:.1f},{frame.y(0):.1f}", *line, f"{xs[-1]:.1f},{frame.y(0):.1f}"]
-        frame.add(f'<polygon class="s1 area" points="{" ".join(area)}"/>')
-        frame.add(f'<polyline class="s1 line" points="{" ".join(line)}"/>')
+        if value is not None:
+            y = frame.y(value)
+            line += [f"{xs[i]:.1f},{y:.1f}", f"{xs[i + 1]:.1f},{y:.1f}"]
+        if line and (value is None or i == len(values) - 1):
+            first, last = (point.partition(",")[0] for point in (line[0], line[-1]))
+            area = [f"{first},{frame.y(0):.1f}", *line, f"{last},{frame.y(0):.1f}"]
+            frame.add(f'<polygon class="s1 area" points="{" ".join(area)}"/>')
+            frame.add(f'<polyline class="s1 line" points="{" ".join(line)}"/>')
+            line = []
     for i, title in enumerate(titles):
         frame.add(
             f'<rect class="hit" x="{xs[i]:.1f}" y="{_TOP}" width="{xs[i + 1] - xs[i]:.1f}" '

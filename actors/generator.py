@@ -116,14 +116,16 @@ class GenerationActor:
             completion = await asyncio.wrap_future(self._thread.submit(request))
             return Result(completion, [completion.text], 1)
         pieces = [Piece.from_struct(struct) for struct in row["pieces"]]
-        completions = await self._generate(key, pieces)
+        completions = await self._generate(key, pieces, _sampling(row["sampling"]))
         if self._reducer is not None and len(pieces) > 1:
             return await self._reduce(key, row["values"], pieces, completions)
         merged, texts = assemble(pieces, completions, len(self._text_columns))
         return Result(merged, texts, len(pieces))
 
-    async def _generate(self, key: str, pieces: Sequence[Piece]) -> list[Completion]:
-        requests = [piece.to_request(key) for piece in pieces]
+    async def _generate(
+        self, key: str, pieces: Sequence[Piece], sampling: SamplingParams | None = None
+    ) -> list[Completion]:
+        requests = [piece.to_request(key, sampling) for piece in pieces]
         futures = [self._thread.submit(request) for request in requests]
         return await asyncio.gather(*(asyncio.wrap_future(future) for future in futures))
 

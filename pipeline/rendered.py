@@ -1,14 +1,14 @@
 """What the prompt stage makes of a row, also as values of `records.RENDERED_FIELDS`."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pyarrow as pa
 
 from pipeline.cells import BLANK
 from pipeline.errors import RowError
-from pipeline.records import RENDERED_FIELDS, GenerationRequest
+from pipeline.records import RENDERED_FIELDS, GenerationRequest, SamplingParams
 
 
 @dataclass(frozen=True)
@@ -35,11 +35,13 @@ class Piece:
         prompt = RenderedPrompt(struct["token_ids"], 0, decoder)
         return cls(struct["key"], prompt, struct["column"], struct["joint"])
 
-    def to_request(self, row_key: str) -> GenerationRequest:
-        """For the engine; `row_key` is the row's own."""
+    def to_request(self, row_key: str, sampling: SamplingParams | None = None) -> GenerationRequest:
+        """For the engine; `row_key` and `sampling` are the row's own."""
+        if sampling is not None and sampling.noise_row is not None:
+            sampling = replace(sampling, noise_row=sampling.noise_row + self.key)
         prompt = self.prompt
         return GenerationRequest(
-            row_key + self.key, prompt.token_ids, decoder_token_ids=prompt.decoder_token_ids
+            row_key + self.key, prompt.token_ids, sampling, prompt.decoder_token_ids
         )
 
     def to_struct(self) -> dict[str, Any]:

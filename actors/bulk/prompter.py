@@ -10,7 +10,8 @@ from actors.bulk.rendering import Prompt, RequestRenderer
 from pipeline.config import RunConfig
 from pipeline.decoding.checkpoint import materialize, resolve
 from pipeline.decoding.loading import load_tokenizer
-from pipeline.records import RENDERED_FIELDS, rendered_schema
+from pipeline.records import SamplingParams, rendered_schema
+from pipeline.rendered import Piece, result_columns
 
 
 class RequestPrompter:
@@ -27,35 +28,33 @@ class RequestPrompter:
         """One output row per input row, in order."""
         pairs = zip(rows.column("url").to_pylist(), rows.column("body").to_pylist(), strict=True)
         results = [self._render(url, body) for url, body in pairs]
-        columns = [
-            pa.array([row[i] for row in results], f.type) for i, f in enumerate(RENDERED_FIELDS)
-        ]
         carried = rows.select(["source_file", "source_row", *self._kept])
         schema = rendered_schema([rows.schema.field(name) for name in self._kept])
-        return pa.table([*carried.columns, *columns], schema=schema)
+        return pa.table([*carried.columns, *result_columns(results)], schema=schema)
 
     def _render(self, url: str, body: str) -> tuple[object, ...]:
         """Values of `records.RENDERED_FIELDS`; an error carries its answer as JSON."""
         try:
-            prompt: Prompt = one_prompt(self._renderer, url, json.loads(body))
+            request = parse_body(url, json.loads(body))
+            if request.stream:
+                raise ApiError(400, "stream: not in a batch", "unsupported_value", "stream")
+            if document := self._renderer.pieces(request):
+                return _in_pieces(*document)
+            return _alone(self._renderer.render(request))
         except ApiError as error:
             told = json.dumps({"status": error.status, "body": error.body()})
             return "error", error.code or "invalid_request", told, None, 0, None, None, None
-        sampling = prompt.sampling.to_json()
-        cut = prompt.truncated_prompt_tokens
-        return None, None, None, prompt.token_ids, cut, sampling, None, None
 
 
-def one_prompt(renderer: RequestRenderer, url: str, body: object) -> Prompt:
-    """The single prompt of a batch's line.
+def _in_pieces(pieces: list[Piece], sampling: SamplingParams) -> tuple[object, ...]:
+    cut = sum(piece.prompt.truncated_prompt_tokens for piece in pieces)
+    structs = [piece.to_struct() for piece in pieces]
+    return None, None, None, None, cut, sampling.to_json(), structs, None
 
-    Raises:
-        ApiError: it has several, or makes no sense.
-    """
-    parsed = parse_body(url, body)
-    if parsed.stream:
-        raise ApiError(400, "stream: not in a batch", "unsupported_value", "stream")
-    prompts = renderer.render(parsed)
+
+def _alone(prompts: list[Prompt]) -> tuple[object, ...]:
     if len(prompts) != 1:
         raise ApiError(400, "prompt: a batch's line has one prompt", "invalid_value", "prompt")
-    return prompts[0]
+    (prompt,) = prompts
+    cut, sampling = prompt.truncated_prompt_tokens, prompt.sampling.to_json()
+    return None, None, None, prompt.token_ids, cut, sampling, None, None

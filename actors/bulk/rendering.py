@@ -1,7 +1,7 @@
 """From a request to tokens and sampling: chats, bare prompts, and documents of the jobs' tasks.
 
 Used by replicas for interactive requests and by the prompt stage of batches, so that both give the
-same text.
+same text; only a document to translate is one prompt here and, as in the job, several there.
 """
 
 from dataclasses import dataclass, replace
@@ -11,13 +11,15 @@ from pydantic import ValidationError
 
 from actors.bulk.bodies import ChatBody, CompletionBody, Settings
 from actors.bulk.errors import ApiError, invalid, row_error
-from pipeline.cells import break_up
+from pipeline.cells import break_up, text_of
 from pipeline.config import RunConfig
 from pipeline.decoding.choosing import params_of
+from pipeline.documents import DocumentRenderer
 from pipeline.errors import ConfigError, RowError
 from pipeline.languages import Languages
 from pipeline.prompts import PromptRenderer
 from pipeline.records import SamplingParams
+from pipeline.rendered import Piece
 from pipeline.templates import control_tokens
 
 
@@ -40,7 +42,7 @@ class RequestRenderer:
         self._sampling = params_of(config.decoding, config.faults.row_timeout_s)
         style = "chat" if tokenizer.chat_template else "plain"
         self._control = list(control_tokens(tokenizer, style).values())
-        self._tasks: dict[tuple[str | None, ...], PromptRenderer] = {}
+        self._tasks: dict[tuple[str | None, ...], _Task] = {}
 
     def render(self, body: ChatBody | CompletionBody) -> list[Prompt]:
         """The prompts of a request: one for a chat, one or more for completions.
@@ -55,6 +57,30 @@ class RequestRenderer:
             return [self._fitting(self._chat(body), body, sampling)]
         tokens = [self._bare(prompt) for prompt in body.prompts]
         return [self._fitting(ids, body, sampling) for ids in tokens]
+
+    def pieces(self, body: ChatBody | CompletionBody) -> tuple[list[Piece], SamplingParams] | None:
+        """The document of a line in a batch as the job splits it; None of other requests.
+
+        Raises:
+            ApiError: as of `render`.
+        """
+        if body.task != "translate" or len(documents := _documents(body)) > 1:
+            return None
+        sampling = self._row_sampling(body)
+        task = self._task(body, sampling)
+        column, limit = self._config.input.text_column, {"max_new_tokens": sampling.max_new_tokens}
+        decoding = task.config.decoding.model_copy(update=limit)
+        config = task.config.model_copy(update={"decoding": decoding})
+        values = dict.fromkeys(task.prompts.columns, "")
+        try:
+            text = text_of(documents[0], column, True)
+            if isinstance(text, RowError):
+                raise text
+            values[column] = text
+            renderer = DocumentRenderer(config, lambda _: task.prompts)
+            return renderer.pieces(values, task.languages), sampling
+        except RowError as error:
+            raise row_error(error.error_type, str(error)) from None
 
     def _row_sampling(self, body: Settings) -> SamplingParams:
         given: dict[str, Any] = {
@@ -129,17 +155,18 @@ class RequestRenderer:
         return Prompt(ids, sampling)
 
     def _document(self, body: Settings, text: str, sampling: SamplingParams) -> Prompt:
-        room = self._max_model_len - sampling.max_new_tokens
-        if room < 1:
-            problem = f"max_tokens: {sampling.max_new_tokens} leaves no room for the document"
-            raise invalid(problem, "max_tokens", "context_length_exceeded")
         try:
-            found = self._renderer(body, room).render({self._config.input.text_column: text})
+            row = {self._config.input.text_column: text}
+            found = self._task(body, sampling).prompts.render(row)
         except RowError as error:
             raise row_error(error.error_type, str(error)) from None
         return Prompt(found.token_ids, sampling, found.truncated_prompt_tokens)
 
-    def _renderer(self, body: Settings, room: int) -> PromptRenderer:
+    def _task(self, body: Settings, sampling: SamplingParams) -> "_Task":
+        room = self._max_model_len - sampling.max_new_tokens
+        if room < 1:
+            problem = f"max_tokens: {sampling.max_new_tokens} leaves no room for the document"
+            raise invalid(problem, "max_tokens", "context_length_exceeded")
         key = (body.task, body.source_lang, body.target_lang, str(room))
         if key not in self._tasks:
             if len(self._tasks) > 64:  # clients choose the keys
@@ -149,13 +176,23 @@ class RequestRenderer:
                 languages = None
                 if body.task == "translate":
                     languages = Languages(body.source_lang, body.target_lang)
-                self._tasks[key] = PromptRenderer(config, self._tokenizer, room, languages)
+                prompts = PromptRenderer(config, self._tokenizer, room, languages)
             except ValidationError as error:
                 problem = str(error.errors()[0]["msg"]).removeprefix("Value error, ")
                 raise invalid(f"task: {problem}", "task", "unsupported_value") from None
             except ConfigError as error:
                 raise invalid(f"task: {error}", "task", "unsupported_value") from None
+            self._tasks[key] = _Task(config, languages, prompts)
         return self._tasks[key]
+
+
+@dataclass(frozen=True)
+class _Task:
+    """A task in its languages, with room for prompts of a certain length."""
+
+    config: RunConfig
+    languages: Languages | None
+    prompts: PromptRenderer
 
 
 def task_config(

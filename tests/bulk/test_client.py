@@ -9,8 +9,11 @@ import pyarrow.dataset
 import pyarrow.parquet as pq
 import pytest
 
+from tests.test_metrics import scrape
+
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(300)]
 TEXTS = [f"The mill number {n} stands by the river. The wheel turns slowly." for n in range(12)]
+LONG = "The mill is by the river. " * 4
 CHAT = "/v1/chat/completions"
 
 
@@ -151,6 +154,20 @@ def test_files(endpoint):
         endpoint.client("alice").files.retrieve(ids[1])
 
 
+def test_errors_are_the_clients_own(endpoint):
+    """404 is above, 409, 429 and 503 are in `test_endurance`."""
+    client = endpoint.client()
+    with pytest.raises(openai.BadRequestError) as refused:
+        ask(client, 0, temperature=9)
+    assert (refused.value.code, refused.value.param) == ("invalid_value", "temperature")
+    with pytest.raises(openai.AuthenticationError) as refused:
+        endpoint.client("nobody").models.list()
+    assert refused.value.code == "invalid_api_key"
+    with pytest.raises(openai.APIStatusError) as refused:
+        upload(client, bytes(2_500_000))
+    assert (refused.value.status_code, refused.value.code) == (413, "request_too_large")
+
+
 @pytest.fixture(scope="module")
 def corpus_batch(endpoint):
     """A Parquet corpus that is read and written where it lies; started before its test."""
@@ -175,12 +192,15 @@ def test_batch_equals_interactive_answers_and_the_job(endpoint, corpus_batch, tm
     lines[3]["body"]["logprobs"] = True
     lines[5]["body"] |= {"temperature": 0.8, "seed": 5}
     lines += [chat_line(n, task="summarize") | {"custom_id": f"doc-{n}"} for n in range(12)]
+    german = {"task": "translate", "source_lang": "en", "target_lang": "de"}
+    lines.append(chat_line(0, max_tokens=16, **german) | {"custom_id": "long"})
+    lines[-1]["body"]["messages"] = [{"role": "user", "content": LONG}]
     created = batch_of(client, lines, metadata={"purpose": "test"})
     assert created.status in ("validating", "in_progress")
     batch = wait(client, created)
     assert batch.status == "completed", batch
     counts = batch.request_counts
-    assert (counts.total, counts.completed, counts.failed) == (20, 19, 1)
+    assert (counts.total, counts.completed, counts.failed) == (21, 20, 1)
     assert batch.metadata == {"purpose": "test"}
     assert batch.in_progress_at <= batch.finalizing_at <= batch.completed_at
     found = results(client, batch.output_file_id)
@@ -203,22 +223,28 @@ def test_batch_equals_interactive_answers_and_the_job(endpoint, corpus_batch, tm
 
     documents = [found[f"doc-{n}"]["response"]["body"]["choices"][0] for n in range(12)]
     summaries = [choice["message"]["content"] for choice in documents]
-    assert summaries == of_the_job(endpoint, tmp_path, "summarize")
+    assert summaries == of_the_job(endpoint, tmp_path, "summarize", TEXTS)
+    long = found["long"]["response"]["body"]["choices"][0]["message"]["content"]
+    assert [long] == of_the_job(endpoint, tmp_path, "translate", [LONG])
     one = ask(client, 4, extra_body={"task": "summarize"})
     assert one.choices[0].message.content == summaries[4]
 
 
-def of_the_job(endpoint, folder, task: str) -> list[str]:
-    """What `jobs/summarize.py` makes of the texts."""
+def of_the_job(endpoint, folder, task: str, texts: list[str]) -> list[str]:
+    """What `jobs/summarize.py`, or `jobs/translate.py` with 16 tokens, makes of the texts."""
     from pipeline.run import run
 
-    pq.write_table(pa.table({"text": TEXTS}), folder / "in.parquet")
+    pq.write_table(pa.table({"text": texts}), folder / f"{task}.parquet")
     values = endpoint.config.model_dump() | {"task": task}
-    values["input"]["path"] = str(folder / "in.parquet")
+    values["input"]["path"] = str(folder / f"{task}.parquet")
     values["output"]["path"] = str(folder / task)
+    if task == "translate":
+        values["prompt"] |= {"source_lang": "en", "target_lang": "de"}
+        values["decoding"] |= {"max_new_tokens": 16}
     config = type(endpoint.config).model_validate(values)
     assert run(config) == 0
     table = pyarrow.dataset.dataset(folder / task).to_table()
+    assert task == "summarize" or table["chunks"][0].as_py() > 4
     return table[config.text_columns[0]].to_pylist()
 
 
@@ -268,3 +294,16 @@ def test_bad_lines_fail_the_batch_with_their_numbers(endpoint):
         ("invalid_json_line", 6),
         ("blank_line", 7),
     ]
+
+
+def test_metrics_of_the_endpoint(endpoint):
+    ask(endpoint.client(), 0, max_tokens=2)
+    wanted = {
+        *("ray_rows_total mode=serve status=ok", "ray_tokens_generated_total mode=serve"),
+        *("ray_draft_tokens_total mode=serve", "ray_row_latency_seconds_count mode=serve"),
+        *("ray_queue_depth mode=serve", "ray_batch_jobs status=running"),
+    }
+    deadline = time.monotonic() + 40
+    while missing := wanted - scrape().keys():
+        assert time.monotonic() < deadline, missing
+        time.sleep(1)

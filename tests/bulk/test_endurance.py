@@ -5,6 +5,7 @@ import os
 import signal
 import statistics
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import openai
 import pytest
@@ -26,6 +27,13 @@ def kill(pid: int) -> None:
     os.kill(pid, signal.SIGKILL)
 
 
+def long_answer(client, **options):
+    messages = [{"role": "user", "content": "A long one"}]
+    return client.chat.completions.create(
+        model="tiny", messages=messages, max_tokens=390, **options
+    )
+
+
 def controller():
     import ray
 
@@ -38,7 +46,17 @@ def test_batch_survives_its_replica_its_runner_and_the_controller(fake):
     client = fake.client()
     batch = start_batch(client, lines_of(ROWS, max_tokens=30))
     wait_for(client, batch, lambda b: b.request_counts.completed >= 30)
-    kill(int(journal(fake)[-1][2]))
+    with ThreadPoolExecutor(1) as pool:
+        whole = pool.submit(long_answer, client)
+        stream = long_answer(client, stream=True)
+        next(stream)
+        time.sleep(0.5)
+        kill(int(journal(fake)[-1][2]))
+        with pytest.raises(openai.APIError, match="restarted"):
+            list(stream)
+        with pytest.raises(openai.InternalServerError, match="restarted") as lost:
+            whole.result()
+    assert (lost.value.status_code, lost.value.code) == (503, "engine_unavailable")
     wait_for(client, batch, lambda b: b.request_counts.completed >= 80)
     runner = ray.get(controller().running.remote())[batch.id]
     kill(runner)
@@ -77,15 +95,13 @@ def check_unfinished(client, batch, status: str, rows: int) -> int:
 @pytest.mark.parametrize("streamed", [True, False])
 def test_client_that_leaves_frees_its_slot(fake, streamed):
     before = sum(words[0] == "cancel" for words in journal(fake))
-    messages = [{"role": "user", "content": "A long one"}]
-    options = {"model": "tiny", "messages": messages, "max_tokens": 390}
     if streamed:
-        stream = fake.client().chat.completions.create(**options, stream=True)
-        next(iter(stream))
+        stream = long_answer(fake.client(), stream=True)
+        next(stream)
         stream.close()
     else:
         with pytest.raises(openai.APITimeoutError):
-            fake.client(timeout=0.5).chat.completions.create(**options)
+            long_answer(fake.client(timeout=0.5))
     deadline = time.monotonic() + 3  # it would have taken 4 s
     while sum(words[0] == "cancel" for words in journal(fake)) == before:
         assert time.monotonic() < deadline
@@ -106,7 +122,7 @@ async def many(fake, count: int, max_tokens: int) -> list[tuple[int, float, str 
                 model="tiny", messages=messages, max_tokens=max_tokens
             )
             return 200, time.monotonic() - started, None
-        except openai.APIStatusError as error:
+        except openai.RateLimitError as error:
             wait = error.response.headers.get("retry-after")
             return error.status_code, time.monotonic() - started, wait
 

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import time
+from dataclasses import replace
 
 import pyarrow as pa
 import pytest
@@ -13,6 +14,7 @@ from actors.bulk.errors import ApiError
 from actors.bulk.feeder import Feeder, TextStream
 from actors.bulk.guard import Guard, Keys, hash_key, new_key
 from actors.bulk.lines import check_lines
+from actors.bulk.prompter import RequestPrompter
 from actors.bulk.rendering import RequestRenderer
 from actors.bulk.seats import Seats
 from actors.bulk.state import Batches, Files, page
@@ -21,6 +23,7 @@ from pipeline.config import load_config
 from pipeline.documents import make_renderer
 from pipeline.errors import ConfigError, EngineError
 from pipeline.records import GenerationRequest, SamplingParams
+from pipeline.rendered import Piece, RenderedPrompt
 from pipeline.store.files import Store
 from tests.bulk.engine import SlotEngine
 from tests.tiny import make_tokenizer
@@ -214,23 +217,61 @@ def test_too_many_lines_and_none():
 # Rendering
 
 
+SENTENCE = "The mill is by the river. "
+GERMAN = {"source_lang": "en", "target_lang": "de"}
+
+
 @pytest.mark.parametrize(
-    "task, languages",
-    [("summarize", {}), ("translate", {"source_lang": "en", "target_lang": "de"})],
+    "task, languages, sentences, pieces",
+    [
+        ("summarize", {}, 1, None),
+        ("summarize", {}, 30, None),
+        ("translate", GERMAN, 1, 1),
+        ("translate", GERMAN, 30, 30),
+    ],
 )
-def test_prompts_of_tasks_are_those_of_the_jobs(task, languages):
-    tokenizer = make_tokenizer()
-    common = ["input.path=x", "output.path=/x", "model.target=x", "decoding.max_new_tokens=24"]
-    messages = [{"role": "user", "content": "The river."}]
-    body = ChatBody(model="m", messages=messages, task=task, **languages)
+def test_prompts_of_a_batch_are_those_of_the_job(
+    task, languages, sentences, pieces, tiny_model_dir
+):
+    text = SENTENCE * sentences
+    common = ["input.path=x", "output.path=/x", "decoding.temperature=0.5"]
+    common.append(f"model.target={tiny_model_dir}")
     settings = [*common, *(f"prompt.{name}={code}" for name, code in languages.items())]
-    table = pa.table({"source_file": ["a"], "source_row": [0], "text": ["The river."]})
-    job = make_renderer(load_config([], settings, task=task), tokenizer, 488)
-    row = job.render_table(table).to_pylist()[0]
-    wanted = row["pieces"][0]["token_ids"] if row["pieces"] else row["prompt_token_ids"]
-    served = RequestRenderer(load_config([], common, task="summarize"), tokenizer, 512)
-    (prompt,) = served.render(body)
-    assert prompt.token_ids == wanted
+    settings.append("decoding.max_new_tokens=24")
+    table = pa.table({"source_file": ["a"], "source_row": [0], "text": [text]})
+    job = make_renderer(load_config([], settings, task=task), make_tokenizer(), 288)
+    wanted = job.render_table(table).to_pylist()[0]
+    served = RequestPrompter(load_config([], common, task="summarize"), 312 - 256)
+    messages = [{"role": "user", "content": text}]
+    body = {"model": "m", "messages": messages, "max_tokens": 24, "task": task, **languages}
+    lines = table.append_column("url", [[CHAT]]).append_column("body", [[json.dumps(body)]])
+    found = served(lines).to_pylist()[0]
+    sampling = SamplingParams.from_json(found.pop("sampling"))
+    assert (sampling.max_new_tokens, sampling.temperature) == (24, 0.5)
+    assert found == {name: wanted[name] for name in found}
+    assert (found["pieces"] and len(found["pieces"])) == pieces
+
+
+def test_pieces_keep_the_sampling_of_their_request():
+    seeded = SamplingParams(max_new_tokens=7, seed=3, noise_row="")
+    request = Piece(":1", RenderedPrompt([5], 0)).to_request("f:2", seeded)
+    assert request.sampling == replace(seeded, noise_row=":1")
+    assert Piece(":1", RenderedPrompt([5], 0)).to_request("f:2").sampling is None
+
+
+def test_interactive_translation_is_one_prompt_or_none():
+    settings = ["input.path=x", "output.path=/x", "model.target=x", "decoding.max_new_tokens=24"]
+    config = load_config([], settings, task="summarize")
+    renderer = RequestRenderer(config, make_tokenizer(), 312)
+
+    def render(sentences):
+        messages = [{"role": "user", "content": SENTENCE * sentences}]
+        return renderer.render(ChatBody(model="m", messages=messages, task="translate", **GERMAN))
+
+    assert len(render(10)) == 1
+    with pytest.raises(ApiError) as refused:
+        render(60)
+    assert (refused.value.status, refused.value.code) == (400, "context_length_exceeded")
 
 
 def test_markup_of_the_model_in_a_message_stays_text():

@@ -53,7 +53,7 @@ def main(
             signal.signal(name, lambda *_: ended.set())
         ended.wait()
         print("stopping; unfinished batches go on with the same command", flush=True)
-        application.stop()
+        application.stop(loaded.serve.shutdown_s)
         flow.stop_ray()
 
 

@@ -1,5 +1,6 @@
 """The report of a run, looked at in a real browser: complete, self-contained, without errors."""
 
+import contextlib
 import json
 import re
 import shutil
@@ -40,7 +41,8 @@ def report(tmp_path_factory, tiny_model_dir, ray_cluster) -> Path:
         task="summarize",
     )
     failing = tuple(f"mills & <b>.parquet:{n}" for n in (3, 17, 30))
-    assert run(config, Options(), fake_factory(Behaviour(fail_rows=failing))) == 0
+    with (folder / "said").open("w") as said, contextlib.redirect_stdout(said):
+        assert run(config, Options(), fake_factory(Behaviour(fail_rows=failing))) == 0
     return folder / "out" / "_run" / "report.html"
 
 
@@ -82,6 +84,12 @@ def test_report_says_what_ran(report):
     # positions: 36 rows drafted 4 tokens each, of which the first two were accepted
     assert "token 1: 36 of 36 accepted (1.000)" in html
     assert "token 3: 0 of 36 accepted (0.000)" in html
+
+
+@pytest.mark.ray
+def test_run_ends_by_naming_it(report):
+    said = (report.parents[2] / "said").read_text()
+    assert said.splitlines()[-1] == f"report:  {report}"
 
 
 @pytest.mark.ray
@@ -133,8 +141,8 @@ def test_what_is_unknown_is_a_gap():
 
 
 def test_seconds_in_few_characters():
-    shown = [seconds(value) for value in (0.012, 0.41, 9.994, 12.34, 1234.5)]
-    assert shown == ["12.0 ms", "0.41 s", "9.99 s", "12.3 s", "1,234 s"]
+    shown = [seconds(value) for value in (0.012, 0.41, 9.994, 12.34, 99.99, 1234.5)]
+    assert shown == ["12.0 ms", "0.41 s", "9.99 s", "12.3 s", "100 s", "1,234 s"]
 
 
 def test_passwords_in_urls_are_hidden():

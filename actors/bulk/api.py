@@ -266,5 +266,11 @@ class Api:
         self._service = Service(config, engine, application)
         self._keys = Keys(config.serve.keys_file)
 
+    async def close(self) -> int:
+        """Take no more interactive requests; how many are still under way."""
+        seats = self._service.generation.seats
+        seats.closing = True
+        return seats.taken
+
     def __serve_build_asgi_app__(self) -> FastAPI:
         return make_app(self._service, self._keys)

@@ -3,6 +3,7 @@
 import logging
 import os
 import socket
+import time
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -29,6 +30,7 @@ logger = logging.getLogger(__name__)
 APPLICATION = "draftmill"
 _NO_LIMIT = 100_000  # of requests at a replica: the API and the batches keep to limits of their own
 _BATCH_CPUS = 0.4  # what reading, rendering, committing and publishing of a batch reserve
+_POLL_S = 0.1
 MakeEngine = Callable[[], Any]
 
 
@@ -137,9 +139,15 @@ def stop_controller(name: str = APPLICATION) -> None:
     ray.kill(controller)
 
 
-def stop() -> None:
+def stop(seconds: float) -> None:
     """Running requests get their time; batches go on another time."""
     stop_controller()
+    # Serve's own shutdown ends its proxies first, and with them all connections.
+    deadline = time.monotonic() + seconds
+    api = serve.get_app_handle(APPLICATION)
+    while api.close.remote().result() and time.monotonic() < deadline:
+        time.sleep(_POLL_S)
+    serve.delete(APPLICATION)
     serve.shutdown()
 
 

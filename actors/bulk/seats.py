@@ -11,9 +11,12 @@ class Seats:
     def __init__(self, limit: int) -> None:
         self._limit = limit
         self.taken = 0
+        self.closing = False  # the endpoint stops: nobody else gets one
 
     def take(self) -> "Seat":
-        """Raises ApiError 429 where all are taken."""
+        """Raises ApiError 429 where all are taken, 503 where there will be no more."""
+        if self.closing:
+            raise ApiError(503, "The endpoint stops.", "stopping", retry_after=_RETRY_S)
         if self.taken >= self._limit:
             problem = f"{self._limit} requests are in flight; come back, or make it a batch"
             raise ApiError(429, problem, "rate_limit_exceeded", retry_after=_RETRY_S)

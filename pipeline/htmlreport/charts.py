@@ -199,7 +199,7 @@ def seconds(value: float) -> str:
     """`101 s`, `99.8 s`, `0.41 s`, `12.0 ms`."""
     if value < 0.1:
         return f"{1000 * value:.1f} ms"
-    return f"{value:,.{0 if value >= 100 else 1 if value >= 10 else 2}f} s"
+    return f"{value:,.{0 if value >= 99.95 else 1 if value >= 9.995 else 2}f} s"
 
 
 def clock(value: float) -> str:

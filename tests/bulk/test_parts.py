@@ -162,6 +162,10 @@ def test_seats_come_back_even_from_a_stream_that_nobody_reads():
     assert seats.taken == 1
     del second
     assert seats.taken == 0
+    seats.closing = True
+    with pytest.raises(ApiError) as raised:
+        seats.take()
+    assert raised.value.status == 503 and raised.value.headers()["Retry-After"]
 
 
 # Lines

@@ -1,12 +1,13 @@
 """`jobs/serve.py` as its operator runs it: killed with its whole cluster, and stopped kindly."""
 
+import json
 import os
 import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
+import urllib.request
 from pathlib import Path
 
 import openai
@@ -81,7 +82,23 @@ def test_batch_survives_its_cluster_and_a_request_the_end(served):
         extra_body={"method": "plain"},
     )
     next(stream)
-    threading.Timer(0.2, process.send_signal, [signal.SIGTERM]).start()
+    process.send_signal(signal.SIGTERM)
+    refused = refuse(client)
+    assert (refused.status_code, refused.code) == (503, "stopping")
+    with urllib.request.urlopen(str(client.base_url.join("/readyz"))) as answer:
+        assert json.load(answer)["in_flight"] == 1
     reasons = [chunk.choices[0].finish_reason for chunk in stream if chunk.choices]
     assert reasons[-1] in ("length", "stop")
     assert process.wait(90) == 0
+
+
+def refuse(client) -> openai.InternalServerError:
+    """Ask until the endpoint takes no more requests."""
+    messages = [{"role": "user", "content": "One more"}]
+    while True:
+        try:
+            client.with_options(max_retries=0).chat.completions.create(
+                model="tiny", messages=messages, max_tokens=1
+            )
+        except openai.InternalServerError as error:
+            return error

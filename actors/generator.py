@@ -8,18 +8,17 @@ Ray Data makes it an actor; tests use it without a cluster.
 import asyncio
 import json
 import logging
-import queue
-import threading
-import time
-from collections import defaultdict
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+import os
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import pyarrow as pa
 
 from actors.assembly import assemble
+from actors.attempts import TOGETHER, AttemptsClient
+from actors.engine_thread import EngineThread
 from actors.metrics import RowMetrics
 from pipeline import logs
 from pipeline.decoding.engine import Engine
@@ -37,10 +36,12 @@ from pipeline.records import (
 from pipeline.rendered import Piece
 from pipeline.store.commit import Committer
 from pipeline.store.ledger import unit_of
+from pipeline.store.retry import take_retries
 
 logger = logging.getLogger(__name__)
 
 EngineFactory = Callable[[], Engine]
+T = TypeVar("T")
 MARKERS = pa.schema([pa.field("marker", pa.string())])
 
 
@@ -63,6 +64,8 @@ class GenerationActor:
         text_columns: list[str],
         run_id: str,
         committer: Committer,
+        attempts: AttemptsClient,
+        row_attempts: int,
         json_logs: bool = False,
         reducer: Callable[[], DocumentRenderer] | None = None,
     ) -> None:
@@ -77,6 +80,9 @@ class GenerationActor:
         self._run_id = run_id
         self._reducer = reducer() if reducer else None
         self._committer = committer
+        self._attempts, self._row_attempts = attempts, row_attempts
+        self._gate = _Gate()
+        attempts.call_now("actor_started")
         self._thread = EngineThread(engine_factory())
 
     async def __call__(self, rows: pa.Table) -> pa.Table:
@@ -86,8 +92,9 @@ class GenerationActor:
         the attempts.
 
         Raises:
-            EngineError: the engine failed; nothing of the batch is committed.
-            RunFailed or OSError: it could not be committed.
+            EngineError: the engine failed; nothing of the batch is committed. On a cluster the
+                actor ends itself instead, since devices seldom recover, and Ray starts another.
+            RunFailed, StoreError or OSError: it could not be committed.
         """
         work = rows.select(
             ["status", "prompt_token_ids", "sampling", "pieces", "values"]
@@ -95,17 +102,58 @@ class GenerationActor:
         files = rows.column("source_file").to_pylist()
         indices = rows.column("source_row").to_pylist()
         keys = [f"{file}:{index}" for file, index in zip(files, indices, strict=True)]
-        tasks = [asyncio.ensure_future(self._row(*row)) for row in zip(keys, work, strict=True)]
-        await asyncio.sleep(0)  # all of them are with the engine now
-        self._metrics.queue(self._thread.num_unfinished)
-        results = await asyncio.gather(*tasks)
+        batch = f"{keys[0]}+{len(keys)}"
+        if await self._attempts.call("begin", batch) <= TOGETHER:
+            async with self._gate.together():
+                results = await self._or_die(self._together(keys, work))
+        else:
+            results = await self._one_by_one(keys, work)
         completed = self._table(rows, results)
         names = await asyncio.to_thread(self._committer.commit, completed)
         self._metrics.add_table(completed)
         self._metrics.queue(self._thread.num_unfinished)
         for name in names:
             logger.info("committed", extra={"unit": unit_of(name), "rows": rows.num_rows})
+        await self._attempts.call("finish", batch)
+        retries = take_retries()
+        if retries:
+            await self._attempts.call("add_retries", retries)
         return pa.table([names], schema=MARKERS)
+
+    async def _together(self, keys: list[str], work: list[dict[str, Any]]) -> list["Result | None"]:
+        tasks = [asyncio.ensure_future(self._row(*row)) for row in zip(keys, work, strict=True)]
+        await asyncio.sleep(0)  # all of them are with the engine now
+        self._metrics.queue(self._thread.num_unfinished)
+        return await asyncio.gather(*tasks)
+
+    async def _one_by_one(
+        self, keys: list[str], work: list[dict[str, Any]]
+    ) -> list["Result | None"]:
+        """As `_together`, with each row alone in the engine, and not too often."""
+        results: list[Result | None] = []
+        for key, row in zip(keys, work, strict=True):
+            async with self._gate.alone():
+                deaths = await self._attempts.call("begin", key) - 1
+                if row["status"] is not None or deaths < self._row_attempts:
+                    results.append(await self._or_die(self._row(key, row)))
+                    await self._attempts.call("finish", key)
+                    continue
+            reason = await self._attempts.call("reason")
+            tries = f"each of {self._row_attempts} tries with this row alone"
+            problem = f"its actor died at {tries}: {reason}"
+            completion = Completion(key, "error", error_type="actor_died", error=problem)
+            results.append(Result(completion, [None] * len(self._text_columns), 0))
+        return results
+
+    async def _or_die(self, work: Awaitable[T]) -> T:
+        """What the engine gives. Where it fails this process ends, and Ray starts another."""
+        try:
+            return await work
+        except Exception as error:
+            if self._attempts.is_remote:
+                await self._attempts.call("died", f"{type(error).__name__}: {error}")
+                os._exit(1)
+            raise
 
     async def _row(self, key: str, row: dict[str, Any]) -> Result | None:
         """Generate a row; None for one that the prompt stage did not let through."""
@@ -184,6 +232,39 @@ class GenerationActor:
         return pa.table(arrays, schema=self._schema)
 
 
+class _Gate:
+    """Lets in many batches together, or one row alone."""
+
+    def __init__(self) -> None:
+        self._changed = asyncio.Condition()
+        self._inside = self._waiting = 0
+
+    @asynccontextmanager
+    async def together(self) -> AsyncIterator[None]:
+        async with self._changed:
+            await self._changed.wait_for(lambda: self._inside >= 0 and not self._waiting)
+            self._inside += 1
+        try:
+            yield
+        finally:
+            async with self._changed:
+                self._inside -= 1
+                self._changed.notify_all()
+
+    @asynccontextmanager
+    async def alone(self) -> AsyncIterator[None]:
+        async with self._changed:
+            self._waiting += 1
+            await self._changed.wait_for(lambda: self._inside == 0)
+            self._inside, self._waiting = -1, self._waiting - 1
+        try:
+            yield
+        finally:
+            async with self._changed:
+                self._inside = 0
+                self._changed.notify_all()
+
+
 def _sampling(text: str | None) -> SamplingParams | None:
     """A row's own parameters from the prompt stage."""
     return None if text is None else SamplingParams.from_json(text)
@@ -228,88 +309,3 @@ def _evidence(completion: Completion) -> dict[str, Any]:
         "_accepted_at": stats.accepted_at,
         "_steps": json.dumps(stats.steps) if stats.steps else None,
     }
-
-
-class EngineThread:
-    """Drives an engine from one thread of its own: submit rows, get futures.
-
-    An `EngineError`, or any exception that is not a row's, fails every row in flight: the caller
-    sees it, and the rows are given out again elsewhere.
-    """
-
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
-        self._inbox: queue.SimpleQueue[tuple[GenerationRequest, Future[Completion]]] = (
-            queue.SimpleQueue()
-        )
-        # A row may be in flight twice when Ray retries a task that it believed lost.
-        self._waiting: defaultdict[str, list[Future[Completion]]] = defaultdict(list)
-        self._idle = self._busy = 0.0
-        self._times = threading.Lock()
-        self._failure: BaseException | None = None
-        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
-        self._thread.start()
-
-    def submit(self, request: GenerationRequest) -> "Future[Completion]":
-        """Queue a row; the future ends with its completion or the engine's failure."""
-        future: Future[Completion] = Future()
-        self._inbox.put((request, future))
-        if self._failure is not None:
-            self._fail_inbox(self._failure)
-        return future
-
-    @property
-    def num_unfinished(self) -> int:
-        """Rows that wait for the engine or are with it."""
-        return self._inbox.qsize() + self._engine.num_unfinished
-
-    def take_times(self) -> tuple[float, float]:
-        """(idle, busy) seconds since the last call. Waiting for the first row is not idleness."""
-        with self._times:
-            times = self._idle, self._busy
-            self._idle = self._busy = 0.0
-        return times
-
-    def _run(self) -> None:
-        try:
-            self._accept(block=True)
-            while True:
-                started = time.perf_counter()
-                completions = self._engine.step() if self._engine.num_unfinished else []
-                stepped = time.perf_counter()
-                with self._times:  # before a result is out: its batch takes the time with it
-                    self._busy += stepped - started
-                for completion in completions:
-                    self._waiting[completion.row_key].pop(0).set_result(completion)
-                    if not self._waiting[completion.row_key]:
-                        del self._waiting[completion.row_key]
-                self._accept(block=not self._engine.num_unfinished)
-                with self._times:
-                    self._idle += time.perf_counter() - stepped
-        except BaseException as error:
-            self._fail(error)
-
-    def _accept(self, block: bool) -> None:
-        """Move waiting rows into the engine; with `block`, wait for the first."""
-        try:
-            request, future = self._inbox.get(block=block)
-            while True:
-                self._waiting[request.row_key].append(future)
-                self._engine.add_request(request)
-                request, future = self._inbox.get_nowait()
-        except queue.Empty:
-            return
-
-    def _fail(self, error: BaseException) -> None:
-        self._failure = error
-        for futures in self._waiting.values():
-            for future in futures:
-                future.set_exception(error)
-        self._fail_inbox(error)
-
-    def _fail_inbox(self, error: BaseException) -> None:
-        while True:
-            try:
-                self._inbox.get_nowait()[1].set_exception(error)
-            except queue.Empty:
-                return

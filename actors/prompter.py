@@ -3,6 +3,7 @@
 from typing import Any
 
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from pipeline.config import RunConfig
 from pipeline.decoding.checkpoint import (
@@ -13,6 +14,7 @@ from pipeline.decoding.checkpoint import (
 )
 from pipeline.decoding.loading import load_tokenizer
 from pipeline.documents import make_renderer
+from pipeline.records import READ_ERROR
 
 
 class PromptActor:
@@ -23,7 +25,25 @@ class PromptActor:
 
     def __call__(self, rows: pa.Table) -> pa.Table:
         """One output row per input row, in order."""
-        return self._renderer.render_table(rows)
+        rendered = self._renderer.render_table(rows)
+        errors = rows.column(READ_ERROR.name)
+        return rendered if errors.null_count == rows.num_rows else _failed(rendered, errors)
+
+
+def _failed(rendered: pa.Table, errors: pa.ChunkedArray) -> pa.Table:
+    """The table with rows that could not be read as errors."""
+    bad = pc.is_valid(errors)
+    prompts = rendered.column("prompt_token_ids")
+    for name, value in {
+        "status": pa.scalar("error"),
+        "error_type": pa.scalar("bad_line"),
+        "error": errors,
+        "prompt_token_ids": pa.scalar(None, prompts.type),
+    }.items():
+        index = rendered.schema.get_field_index(name)
+        changed = pc.if_else(bad, value, rendered.column(name))
+        rendered = rendered.set_column(index, rendered.schema.field(index), changed)
+    return rendered
 
 
 def load_renderer(config: RunConfig, max_prompt_tokens: int) -> Any:

@@ -283,7 +283,7 @@ def _bare(config: RunConfig) -> dict[str, Any]:
     )
     for part in plan.parts():
         for unit in plan.cells(part):
-            table = read_unit(unit, job.schema, config.input.storage_options)
+            table = read_unit(job.listing.source, unit, job.schema)
             for row in renderer.render_table(table).to_pylist():
                 key = f"{row['source_file']}:{row['source_row']}"
                 engine.add_request(GenerationRequest(key, row["prompt_token_ids"]))

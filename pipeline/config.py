@@ -5,6 +5,7 @@ that names the dotted key and the remedy.
 """
 
 import difflib
+import re
 import types
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -15,15 +16,14 @@ from pydantic import BaseModel, Field, ValidationError, model_validator
 
 from pipeline.endpoint import ServeConfig
 from pipeline.errors import ConfigError
+from pipeline.limits import FaultsConfig, ResourcesConfig
 from pipeline.sections import (
     DecodingConfig,
-    FaultsConfig,
     InputConfig,
     Method,
     ModelConfig,
     OutputConfig,
     PromptConfig,
-    ResourcesConfig,
     Section,
 )
 
@@ -34,6 +34,8 @@ DEFAULT_TEXT_COLUMN: Mapping[str, str] = {"summarize": "summary", "translate": "
 # What `decoding.on_too_long: auto` means, and what deals with long documents piece by piece.
 _LONG_DOCUMENTS = {"summarize": ("truncate", "map_reduce"), "translate": ("split", "split")}
 
+
+_SECRET = re.compile("secret|token|password|credential", re.IGNORECASE)
 
 DRAFTER_OF = {
     "draft_model": "a smaller model with the target's tokenizer",
@@ -159,8 +161,17 @@ def load_config(
 
 
 def dump_yaml(config: RunConfig) -> str:
-    """The resolved config as YAML that `--config` accepts again."""
-    return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+    """The resolved config as YAML that `--config` accepts again, secrets of stores apart."""
+    dumped = config.model_dump(mode="json")
+    for section in ("input", "output"):
+        dumped[section]["storage_options"] = _masked(dumped[section]["storage_options"])
+    return yaml.safe_dump(dumped, sort_keys=False, allow_unicode=True)
+
+
+def _masked(options: Any) -> Any:
+    if not isinstance(options, dict):
+        return options
+    return {k: "***" if _SECRET.search(str(k)) else _masked(v) for k, v in options.items()}
 
 
 def _read_yaml(path: Path) -> dict[str, Any]:

@@ -63,8 +63,8 @@ def _print_files(job: Job, plan: Plan) -> None:
         print(f"           and {len(plan.files) - _SHOWN:,} more")
     for name, reason in job.listing.skipped[:_SHOWN]:
         print(f"skipped    {name}: {reason}")
-    if len(job.listing.skipped) > _SHOWN:
-        print(f"skipped    {len(job.listing.skipped) - _SHOWN:,} more")
+    if job.listing.num_skipped > _SHOWN:
+        print(f"skipped    {job.listing.num_skipped - _SHOWN:,} more")
 
 
 def _prompt_tokens(job: Job, units: list[Any], rows: int) -> str:
@@ -78,7 +78,7 @@ def _prompt_tokens(job: Job, units: list[Any], rows: int) -> str:
     step = max(1, len(units) // _SAMPLE_UNITS)
     sampled = tokens = 0
     for unit in units[::step][:_SAMPLE_UNITS]:
-        table = read_unit(unit, job.schema, job.config.input.storage_options).slice(0, 64)
+        table = read_unit(job.listing.source, unit, job.schema).slice(0, 64)
         tokens += estimate_prompt_tokens(renderer, table)
         sampled += table.num_rows
     mean = tokens / sampled

@@ -6,6 +6,7 @@
     * ErrorRateExceeded     exit 3: too many rows failed; everything generated is committed
     * LockedError           exit 75 (EX_TEMPFAIL): another run holds the output
     * RunFailed             exit 1: the run broke; the message says how to resume
+        * StoreError        an object store denies what we ask, or fails again and again
     * RowError              one row is at fault: becomes that row's `error`, the run goes on
     * EngineError           the engine is at fault (out of memory, device lost), not the row
 """
@@ -45,6 +46,10 @@ class LockedError(DraftmillError):
 
 class RunFailed(DraftmillError):
     """The run ended before every row was done; what was committed stays."""
+
+
+class StoreError(RunFailed):
+    """An object store denies for good, or did not answer well at any of many tries."""
 
 
 class RowError(DraftmillError):

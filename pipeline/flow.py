@@ -4,13 +4,15 @@ import functools
 import logging
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import ray
 import ray.data
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from actors.attempts import Attempts, AttemptsClient
 from actors.generator import EngineFactory, GenerationActor
 from actors.prompter import PromptActor, load_renderer
 from pipeline import logs
@@ -19,6 +21,7 @@ from pipeline.decoding.memory import MAX_SLOTS
 from pipeline.errors import ConfigError
 from pipeline.prepare import Job
 from pipeline.store.commit import Committer
+from pipeline.store.lease import LeaseGuard
 from pipeline.store.plan import Plan, Unit
 from pipeline.store.source import UnitSource
 
@@ -162,9 +165,13 @@ def generate(
     run_id: str,
     factory: EngineFactory,
     shares: Shares,
+    guard: LeaseGuard,
     prompter: type = PromptActor,
-) -> None:
+) -> int:
     """Generate and commit the units. Blocks until all are committed.
+
+    Returns:
+        How many store operations the tasks and actors had to try again.
 
     The actors commit what they generate: a write stage behind them would be starved by Ray, which
     runs it last, and a kill would cost all that waits for it.
@@ -173,21 +180,25 @@ def generate(
         Exception: whatever Ray Data raises; committed units stay committed.
     """
     if not units:
-        return
+        return 0
     config = job.config
+    attempts = _start_attempts(config.resources.num_actors)
+    report = functools.partial(_report_retries, attempts)
     reducer = functools.partial(load_renderer, config, job.max_prompt_tokens)
     generator = {
         "engine_factory": factory,
         "kept": job.kept,
         "text_columns": config.text_columns,
         "run_id": run_id,
-        "committer": Committer(job.store, plan, units[0].generation),
+        "committer": Committer(guard, plan, units[0].generation),
+        "attempts": AttemptsClient(attempts),
+        "row_attempts": config.faults.row_attempts,
         "json_logs": logs.wants_json(),
         "reducer": reducer if config.on_too_long == "map_reduce" else None,
     }
     in_flight = batches_in_flight(config, job.resolved.device, plan.unit_rows)
     # With GPUs `map_batches` insists on a batch size, which would cut units in pieces.
-    markers = _prompts(job, units, prompter).map_batches_internal(
+    markers = _prompts(job, units, prompter, report).map_batches_internal(
         GenerationActor,
         fn_constructor_kwargs=generator,
         batch_size=None,
@@ -202,6 +213,18 @@ def generate(
     )
     for _ in markers.iter_internal_ref_bundles():
         pass  # committed; keeping the references would pile them up here
+    return int(ray.get(attempts.retries.remote()))
+
+
+def _start_attempts(num_actors: int) -> Any:
+    """The actor that counts, on the driver's node: it lives as long as the run."""
+    here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=True)
+    remote = ray.remote(num_cpus=0, max_restarts=-1, max_task_retries=-1)(Attempts)
+    return remote.options(scheduling_strategy=here).remote(num_actors)
+
+
+def _report_retries(attempts: Any, count: int) -> None:
+    attempts.add_retries.remote(count)
 
 
 def audit(
@@ -239,12 +262,17 @@ def audit(
     return found
 
 
-def _prompts(job: Job, units: Sequence[Unit], prompter: type = PromptActor) -> ray.data.Dataset:
-    """Read and render the units: one block each."""
+def _prompts(
+    job: Job,
+    units: Sequence[Unit],
+    prompter: type = PromptActor,
+    report: Callable[[int], None] | None = None,
+) -> ray.data.Dataset:
+    """Read and render the units: one block each. `report`: see `UnitSource`."""
     _set_context()
     prompts = {"config": job.config, "max_prompt_tokens": job.max_prompt_tokens}
     return ray.data.read_datasource(
-        UnitSource(units, job.schema, job.config.input.storage_options),
+        UnitSource(job.listing.source, units, job.schema, report),
         override_num_blocks=len(units),
         num_cpus=TASK_CPUS,
         concurrency=_READ_TASKS,

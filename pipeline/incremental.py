@@ -15,6 +15,7 @@ from pipeline.errors import ConfigError, InputError
 from pipeline.prepare import (
     Job,
     check_input,
+    keep_folders,
     open_output,
     prepare,
     prepare_without_input,
@@ -32,7 +33,7 @@ from pipeline.store.intake import (
 )
 from pipeline.store.lease import Lease
 from pipeline.store.ledger import COMMITS, PUBLISHED, Ledger
-from pipeline.store.listing import Found, InputFile, Listing, find_input, read_footer
+from pipeline.store.listing import Found, InputFile, Listing, find_input, read_file
 from pipeline.store.plan import PLAN_NAME, Plan, check_same_settings, make_plan, read_plan
 
 _MODE = {"mode": "incremental"}  # a setting: ordinary runs would take every file again
@@ -53,7 +54,8 @@ class Batch:
         return {file.name: self.candidates[file.name].version for file in self.taken}
 
     def listing(self) -> Listing:
-        return Listing(self.found.root, self.found.is_folder, self.taken, [])
+        found = self.found
+        return Listing(found.source, found.root, found.is_folder, self.taken, [], 0)
 
 
 def run_incremental(
@@ -116,8 +118,11 @@ def _choose(
     """Decide on every file, and open those that are taken."""
     if config.input.max_rows is not None:
         raise ConfigError("input.max_rows", "does not go with --incremental; use --max-files")
-    found = find_input(config.input.path, config.input.storage_options)
-    bare = prepare_without_input(config, Listing(found.root, found.is_folder, [], []))
+    found = find_input(config.input.path, config.input.storage_options, config.input.format)
+    config = keep_folders(config, [name for name, _ in found.chosen])
+    bare = prepare_without_input(
+        config, Listing(found.source, found.root, found.is_folder, [], [], 0)
+    )
     _check_settings(stored, bare, selection)
     if stored is None or (selection.full_refresh and stored.settings != bare.settings | _MODE):
         intake.batch = {}  # nothing to go on with
@@ -157,7 +162,7 @@ def _open(
         if name not in names:
             continue
         try:
-            file = read_footer(found.fs, name, entry)
+            file = read_file(found.source, name, entry, config.input.format)
             schema = check_input(config, [*good[:1], file])
             theirs = {field.name: str(field.type) for field in schema}
             if columns is not None and theirs != columns:

@@ -13,10 +13,11 @@ from pipeline.prepare import Job
 from pipeline.progress import WORK_THREAD, Progress
 from pipeline.records import output_schema
 from pipeline.stats import RunTotals, fails_early
-from pipeline.store.lease import Lease
+from pipeline.store.lease import Lease, LeaseGuard
 from pipeline.store.ledger import Ledger, Publication
 from pipeline.store.plan import Part, Plan, Unit
 from pipeline.store.publish import publish_part, unpublished
+from pipeline.store.retry import take_retries
 
 _MAX_PUBLISHING = 2
 
@@ -25,9 +26,15 @@ class Publisher:
     """Publishes each part as soon as none of its units is pending, in Ray tasks of its own."""
 
     def __init__(
-        self, job: Job, plan: Plan, ledger: Ledger, units: Sequence[Unit], metadata: dict[str, Any]
+        self,
+        job: Job,
+        guard: LeaseGuard,
+        plan: Plan,
+        ledger: Ledger,
+        units: Sequence[Unit],
+        metadata: dict[str, Any],
     ) -> None:
-        self._job, self._ledger, self._metadata = job, ledger, metadata
+        self._guard, self._ledger, self._metadata = guard, ledger, metadata
         self._schema = output_schema(job.config.text_columns, job.kept)
         self._pending: dict[tuple[str, int], int] = {}
         self._parts = {part.key: part for part in plan.parts()}
@@ -37,7 +44,8 @@ class Publisher:
             self._pending[key] = self._pending.get(key, 0) + 1
         self._ready = [p for p in self._parts.values() if p.key not in self._pending]
         self._running: list[ray.ObjectRef] = []
-        self._publish = ray.remote(num_cpus=TASK_CPUS)(publish_part)
+        self._publish = ray.remote(num_cpus=TASK_CPUS)(_publish)
+        self.retries = 0  # store operations that the tasks had to try again
 
     def committed(self, file_id: str, start: int) -> None:
         """Note that a pending unit is committed."""
@@ -64,7 +72,7 @@ class Publisher:
             previous = self._ledger.publication(part)
             self._running.append(
                 self._publish.remote(
-                    self._job.store, part, commits, previous, self._schema, self._metadata
+                    self._guard, part, commits, previous, self._schema, self._metadata
                 )
             )
 
@@ -76,12 +84,18 @@ class Publisher:
             num_returns=1 if wait else len(self._running),
             timeout=None if wait else 0,
         )
-        for marker in ray.get(done):
+        for marker, retries in ray.get(done):
+            self.retries += retries
             self._ledger.add_publication(Publication.parse(marker))
 
 
+def _publish(*args: Any) -> tuple[str, int]:
+    """`publish_part`, and how many store operations it had to try again."""
+    return publish_part(*args), take_retries()
+
+
 def watch(
-    work: Callable[[], None],
+    work: Callable[[], Any],
     *,
     ledger: Ledger,
     count: Callable[[], RunTotals],
@@ -90,18 +104,22 @@ def watch(
     lease: Lease,
     generation: int,
     max_error_rate: float,
-) -> None:
+) -> Any:
     """Run `work` in a thread and watch it to its end; `count` gives the progress to show.
+
+    Returns:
+        What `work` returned.
 
     Raises:
         ErrorRateExceeded: most of the first rows failed.
         Exception: what `work` raised, or RunFailed when the lease was lost.
     """
     failure: list[BaseException] = []
+    result: list[Any] = []
 
     def guarded() -> None:
         try:
-            work()
+            result.append(work())
         except BaseException as error:
             failure.append(error)
 
@@ -126,6 +144,7 @@ def watch(
         raise failure.pop()  # popped, for the frames in its traceback hold the list
     publisher.step(block=True)
     progress.update(count(), last=True)
+    return result.pop()
 
 
 def _stopped_early(new: RunTotals) -> ErrorRateExceeded:

@@ -1,6 +1,6 @@
 """Everything that can be wrong is found here, before a model is loaded or a row is read."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,12 +14,12 @@ from pipeline.decoding.checkpoint import (
     resolve,
     resolve_max_model_len,
 )
-from pipeline.errors import ConfigError, InputError
+from pipeline.errors import ConfigError, InputError, StoreError
 from pipeline.identity import Resolved, fingerprint, layout_settings, text_settings
 from pipeline.prompts import check_template, template_columns
 from pipeline.records import check_column_names
 from pipeline.store.files import Store
-from pipeline.store.listing import InputFile, Listing, check_columns, list_input
+from pipeline.store.listing import InputFile, Listing, check_columns, list_input, partitions
 from pipeline.store.plan import Plan, check_same_settings, extend_plan, make_plan, read_plan
 
 
@@ -62,11 +62,23 @@ def prepare(config: RunConfig, listing: Listing | None = None) -> Job:
         ConfigError: naming the key and the remedy.
     """
     store = open_output(config)
-    listing = listing or list_input(config.input.path, config.input.storage_options)
+    source = config.input
+    listing = listing or list_input(source.path, source.storage_options, source.format)
+    config = keep_folders(config, [file.name for file in listing.files])
     _check_output_apart(listing, store)
     check_column_names(config.text_columns, config.kept)
     schema = check_input(config, listing.files)
     return _resolve_job(config, store, listing, schema)
+
+
+def keep_folders(config: RunConfig, names: Iterable[str]) -> RunConfig:
+    """The config with the columns that the files' folders give (`ds=...`) among the kept ones."""
+    folders = dict.fromkeys(key for name in names for key in partitions(name))
+    columns = list(dict.fromkeys([*folders, *config.input.kept]))
+    if columns == config.input.kept:
+        return config
+    kept = config.input.model_copy(update={"keep_columns": columns})
+    return config.model_copy(update={"input": kept})
 
 
 def check_input(config: RunConfig, files: Sequence[InputFile]) -> pa.Schema:
@@ -139,8 +151,12 @@ def plan_run(job: Job, *, new_run: bool = False) -> tuple[Plan, Plan | None]:
 def open_output(config: RunConfig) -> Store:
     try:
         store = Store(config.output.path, config.output.storage_options)
-        if store.exists("") and not store.fs.isdir(store.root):
+        if store.info(store.root)["type"] != "directory":
             raise ConfigError("output.path", f"{store.url} is a file; name a folder")
+    except FileNotFoundError:
+        return store  # made by the first put
+    except StoreError as error:
+        raise ConfigError("output.path", str(error)) from None
     except (ValueError, ImportError) as error:
         raise ConfigError("output.path", f"cannot open {config.output.path}: {error}") from None
     return store

@@ -87,7 +87,7 @@ def _pairs(job: Job, plan: Plan, text: str, reference: str) -> Iterator[tuple[st
     """(result, right answer) of the first rows that have both."""
     left = MAX_ROWS
     for part in plan.parts():
-        with job.store.fs.open(job.store.path(part.name), "rb") as handle:
+        with job.store.open(part.name) as handle:
             columns = ["status", text, reference]
             for batch in pq.ParquetFile(handle).iter_batches(_BATCH_ROWS, columns=columns):
                 for row in batch.to_pylist():

@@ -166,6 +166,7 @@ ADDRESS_FIELDS = [
     pa.field("source_file", pa.string()),
     pa.field("source_row", pa.int64()),
 ]
+READ_ERROR = pa.field("_read_error", pa.string())  # besides, on the way to the prompt stage
 RENDERED_FIELDS = [
     pa.field("status", pa.string()),  # null: to be generated; else `skipped` or `error`
     pa.field("error_type", pa.string()),

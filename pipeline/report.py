@@ -62,12 +62,14 @@ def summary(
     seconds: float,
     run_id: str,
     audit: dict[str, Any] | None = None,
+    store_retries: int = 0,
 ) -> dict[str, Any]:
     """All of `_run/summary.json`.
 
     Args:
         totals: sums over the whole output, earlier invocations included.
         new: sums over what this invocation generated, in `seconds` of wall time.
+        store_retries: requests to the stores that this invocation had to repeat.
         audit: as of `auditing.summarize`.
     """
     return {
@@ -80,6 +82,7 @@ def summary(
         "wall_seconds": seconds,
         "rows_per_hour": 3600 * new.rows / seconds,
         "tokens_per_second": new.completion_tokens / seconds,
+        "store_retries": store_retries,
         "new": vars(new),
         "totals": vars(totals),
         "rates": {name: getattr(totals, name) for name in _RATES},
@@ -107,6 +110,7 @@ def print_summary(summary: dict[str, Any]) -> None:
         *_notes(summary),
         *quality_lines(summary["quality"]),
         *audit_lines(summary["audit"]),
+        *_store_line(summary),
         ("time", _shares_line(summary["time_shares"])),
     ]
     table = Table(show_header=False, title=f"{summary['model']}, {summary['method']}")
@@ -140,7 +144,7 @@ def print_first_rows(job: Job, plan: Plan) -> None:
     console = Console(soft_wrap=True, highlight=False)
     shown = 0
     for part in plan.parts():
-        with job.store.fs.open(job.store.path(part.name), "rb") as handle:
+        with job.store.open(part.name) as handle:
             names = job.config.text_columns
             columns = ["source_file", "source_row", "status", "error", *names]
             batches = pq.ParquetFile(handle).iter_batches(_FIRST_ROWS, columns=columns)
@@ -212,6 +216,11 @@ def _notes(summary: dict[str, Any]) -> list[tuple[str, str]]:
         share = 100 * lossy / totals["completion_tokens"]
         notes.append(("ensemble", f"{lossy:,} tokens ({share:.1f} %) are not the target's own"))
     return notes
+
+
+def _store_line(summary: dict[str, Any]) -> list[tuple[str, str]]:
+    retries = summary["store_retries"]
+    return [("store", f"{retries:,} requests had to be repeated")] if retries else []
 
 
 def _control(totals: RunTotals) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from typing import Any
 
 from pipeline import auditing, logs, quality, report
 from pipeline.config import RunConfig
-from pipeline.errors import DraftmillError, ErrorRateExceeded, RunFailed
+from pipeline.errors import DraftmillError, ErrorRateExceeded, RunFailed, StoreError
 from pipeline.htmlreport import REPORT_NAME
 from pipeline.htmlreport.page import write_report
 from pipeline.prepare import Job, plan_run, prepare
@@ -26,6 +26,7 @@ from pipeline.store.lease import Lease
 from pipeline.store.ledger import DATA, Ledger, read_totals
 from pipeline.store.plan import PLAN_NAME, RUN_FOLDER, SUCCESS, Plan, Unit
 from pipeline.store.publish import failed_units, unpublished
+from pipeline.store.retry import take_retries
 
 logger = logging.getLogger(__name__)
 
@@ -48,10 +49,18 @@ class Options:
 
 @dataclass(frozen=True)
 class Executed:
-    """`seconds`: of generating and publishing. `audit`: see `auditing.summarize`; None: none."""
+    """`seconds`: of generating and publishing. `audit`: see `auditing.summarize`; None: none.
+
+    `retries`: requests to the stores that had to be repeated.
+    """
 
     seconds: float
     audit: dict[str, Any] | None = None
+    retries: int = 0
+
+    def __add__(self, later: "Executed") -> "Executed":
+        seconds, retries = self.seconds + later.seconds, self.retries + later.retries
+        return Executed(seconds, self.audit or later.audit, retries)
 
 
 def run(config: RunConfig, options: Options = Options(), make_factory: Any = None) -> int:
@@ -105,7 +114,8 @@ def work(job: Job, plan: Plan, invocation: Work) -> int:
         if units:
             print(f"{sum(u.num_rows for u in units):,} failed rows are tried again", flush=True)
             again = execute(units, [])
-            done = Executed(again.seconds + done.seconds, done.audit) if done else again
+            done = done + again if done else again
+    invocation.lease.guard.check()
     return _finish(job, plan, ledger, run_id, done, options.show_rows)
 
 
@@ -178,15 +188,16 @@ def _execute(
     started = time.monotonic()
     started_ray = flow.start_ray()
     try:
-        publisher = monitor.Publisher(job, plan, ledger, units, report.file_metadata(job))
+        guard, metadata = lease.guard, report.file_metadata(job)
+        publisher = monitor.Publisher(job, guard, plan, ledger, units, metadata)
         shares = options.shares or flow.plan_shares(job.config, job.resolved.num_gpus)
         stages = {"prompter": options.prompter} if options.prompter else {}
         factory = (make_factory or flow.model_engine)(job, shares)
         count = partial(_count, ledger, plan, generation)
         total = sum(u.num_rows for u in units) if generation else plan.num_rows
         with Progress(total, count()) as progress:
-            monitor.watch(
-                partial(flow.generate, job, plan, units, run_id, factory, shares, **stages),
+            retries = monitor.watch(
+                partial(flow.generate, job, plan, units, run_id, factory, shares, guard, **stages),
                 ledger=ledger,
                 count=count,
                 publisher=publisher,
@@ -198,7 +209,9 @@ def _execute(
         seconds = time.monotonic() - started
         audit = _audit(job, plan, sample, factory, shares) if sample else None
         lease.check()
-        return Executed(seconds, audit)
+        return Executed(seconds, audit, retries + publisher.retries)
+    except StoreError as error:
+        raise RunFailed(f"{error}; {_committed(ledger, plan)}") from None
     except DraftmillError:
         raise
     except KeyboardInterrupt:
@@ -246,6 +259,10 @@ def _count(ledger: Ledger, plan: Plan, generation: int) -> RunTotals:
 
 def _how_to_resume(ledger: Ledger, plan: Plan) -> str:
     ledger.refresh()
+    return _committed(ledger, plan)
+
+
+def _committed(ledger: Ledger, plan: Plan) -> str:
     done = ledger.counts(plan).rows
     return f"{done:,} of {plan.num_rows:,} rows are committed: the same command goes on from there"
 
@@ -264,7 +281,8 @@ def _finish(
     exceeded = counts.error_rate > limit
     if done is not None:
         totals, new = _sums(job.store, plan, ledger, run_id)
-        summary = report.summary(job, totals, new, done.seconds, run_id, done.audit)
+        retries = done.retries + take_retries()
+        summary = report.summary(job, totals, new, done.seconds, run_id, done.audit, retries)
         summary["quality"] = quality.score(job, plan)
         job.store.put(SUMMARY_NAME, json.dumps(summary, indent=1).encode())
         write_report(job, plan, ledger, summary)

@@ -5,7 +5,7 @@ import time
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from pipeline.errors import ConfigError
+from pipeline.errors import ConfigError, StoreError
 from pipeline.progress import Snapshot
 from pipeline.records import STATUSES
 from pipeline.stats import RunTotals
@@ -14,6 +14,7 @@ from pipeline.store.intake import Intake
 from pipeline.store.lease import describe_holder
 from pipeline.store.ledger import Commit, Ledger
 from pipeline.store.plan import SUCCESS, Plan, read_plan
+from pipeline.store.verify import clean, verify
 
 State = Literal["finished", "running", "stopped", "unaccepted"]
 
@@ -36,13 +37,7 @@ def read_status(output: str, options: dict[str, Any] | None = None) -> Status:
     Raises:
         ConfigError: no run was begun there.
     """
-    try:
-        store = Store(output, options)
-        plan = read_plan(store)
-    except (ValueError, ImportError) as error:
-        raise ConfigError("OUTPUT", f"cannot open {output}: {error}") from None
-    if plan is None:
-        raise ConfigError("OUTPUT", f"no run was begun in {output}; check the path")
+    store, plan = _open_run(output, options)
     ledger = Ledger(store)
     ledger.refresh()
     holder = describe_holder(store)
@@ -62,6 +57,43 @@ def read_status(output: str, options: dict[str, Any] | None = None) -> Status:
         sum(1 for part in parts if ledger.publication(part)),
         Intake(store).status,
     )
+
+
+def verify_output(output: str, options: dict[str, Any] | None = None) -> tuple[bool, str]:
+    """Check every output file; whether all is well, and the findings for a person.
+
+    Raises:
+        ConfigError: no run was begun there.
+    """
+    verdict = verify(*_open_run(output, options))
+    lines = [f"{verdict.rows:,} rows in {verdict.files:,} files are as they should be"]
+    if verdict.leftovers:
+        lines.append(f"{verdict.leftovers:,} files of dead attempts, unseen by readers: --clean")
+    lines += [f"problem: {problem}" for problem in verdict.problems]
+    return not verdict.problems, "\n".join(lines)
+
+
+def clean_output(output: str, options: dict[str, Any] | None = None) -> str:
+    """Remove what dead attempts left; what was done, for a person.
+
+    Raises:
+        ConfigError: no run was begun there.
+        LockedError: a living run holds it.
+    """
+    return f"removed {clean(*_open_run(output, options)):,} leftovers of dead attempts"
+
+
+def _open_run(output: str, options: dict[str, Any] | None) -> tuple[Store, Plan]:
+    try:
+        store = Store(output, options)
+        plan = read_plan(store)
+    except StoreError as error:
+        raise ConfigError("OUTPUT", str(error)) from None
+    except (ValueError, ImportError) as error:
+        raise ConfigError("OUTPUT", f"cannot open {output}: {error}") from None
+    if plan is None:
+        raise ConfigError("OUTPUT", f"no run was begun in {output}; check the path")
+    return store, plan
 
 
 def describe(status: Status) -> str:

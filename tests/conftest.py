@@ -1,4 +1,4 @@
-"""Fixtures shared by all tests: models."""
+"""Fixtures shared by all tests: models, one Ray."""
 
 import os
 

@@ -25,6 +25,8 @@ class Behaviour:
     fail_rows: tuple[str, ...] = ()  # row keys that end in `error`
     fail_all: bool = False
     break_at: str | None = None  # row key at which the engine itself fails
+    break_all: bool = False  # it fails at each row
+    kill_at: tuple[str, ...] = ()  # row keys that kill their process, each time
     echo: str | None = None  # folder of a tokenizer: the text is the prompt's own
     echo_tokens: int | None = None  # as many of its tokens at most
 
@@ -55,7 +57,9 @@ class FakeEngine:
         behaviour = self._behaviour
         if behaviour.seconds_per_row:
             time.sleep(behaviour.seconds_per_row)
-        if request.row_key == behaviour.break_at:
+        if request.row_key in behaviour.kill_at:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if behaviour.break_all or request.row_key == behaviour.break_at:
             raise EngineError("the fake device is lost")
         if self._journal:
             self._journal.write(f"{request.row_key} {os.getpid()}\n")

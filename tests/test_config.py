@@ -284,3 +284,12 @@ def test_every_key_has_a_description() -> None:
         if name != "task":
             fields = section.annotation.model_fields  # type: ignore[union-attr]
             assert all(field.description for field in fields.values()), name
+
+
+def test_printed_config_hides_secrets_of_stores(file: Path) -> None:
+    options = "{key: me, secret: s3cr3t, client_kwargs: {aws_session_token: s3cr3t, region: eu}}"
+    sets = [f"{section}.storage_options={options}" for section in ("input", "output")]
+    shown = dump_yaml(load_config([file], sets, task="summarize"))
+    assert "s3cr3t" not in shown
+    assert shown.count("'***'") == 4
+    assert shown.count("region: eu") == 2

@@ -23,7 +23,7 @@ LAYERS = [
     {"pipeline.steptable"},
     {"pipeline.timing"},
     {"pipeline.sections"},
-    {"pipeline.endpoint"},
+    {"pipeline.endpoint", "pipeline.limits"},
     {"pipeline.config", "pipeline.records", "pipeline.cells"},
     {"pipeline.stats", "pipeline.templates", "pipeline.identity", "pipeline.rendered"},
     {"pipeline.prompts", "pipeline.progress", "pipeline.translators", "pipeline.auditing"},

@@ -142,11 +142,23 @@ def test_changed_and_vanished_files_are_refused(job, corpus):
     assert job() == 0  # all its rows are done
 
 
-def test_engine_fault_fails_the_run_and_the_same_command_goes_on(job):
+def test_row_that_kills_its_actor_each_time_becomes_an_error(job):
+    assert job("faults.row_attempts=1", kill_at=("a.parquet:5",)) == 0
+    table = job.table()
+    assert addresses(table) == ALL
+    bad = [row for row in table.to_pylist() if row["status"] != "ok"]
+    assert [(row["source_file"], row["source_row"], row["error_type"]) for row in bad] == [
+        ("a.parquet", 5, "actor_died")
+    ]
+
+
+def test_engines_that_only_fail_end_the_run_and_the_same_command_goes_on(job, monkeypatch):
+    patient = flow._start_attempts  # allows one death in vain, as if there were fewer actors
+    monkeypatch.setattr(flow, "_start_attempts", lambda actors: patient(actors - 7))
     with pytest.raises(RunFailed, match=r"fake device is lost.*of 50 rows are committed"):
-        job(break_at="sub/b.parquet:19", seconds_per_row=0.01)
+        job(break_all=True)
     done = read_status(str(job.output)).snapshot.counts.rows
-    assert 0 < done < 50
+    assert done == 0
     assert "stopped: the same command goes on" in describe(read_status(str(job.output)))
     assert not (job.output / "_SUCCESS").exists()
     before = job.generated()

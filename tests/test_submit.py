@@ -1,15 +1,18 @@
 """`ray job submit` and `infra/submit.py` against a standing cluster: as in production."""
 
+import contextlib
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pyarrow.dataset
 import pytest
+
+from tests.ports import free_ports
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(300)]
 ROOT = Path(__file__).parents[1]
@@ -21,29 +24,24 @@ NODE_PORTS += ["object-manager-port", "runtime-env-agent-port", "metrics-export-
 HEAD_PORTS = ["port", "dashboard-port", *NODE_PORTS]
 
 
-def free_ports(count: int) -> list[int]:
-    sockets = [socket.socket() for _ in range(count)]
-    for held in sockets:
-        held.bind(("127.0.0.1", 0))
-    ports = [held.getsockname()[1] for held in sockets]
-    for held in sockets:
-        held.close()
-    return ports
-
-
-@pytest.fixture(scope="module")
-def cluster(tmp_path_factory):
+@contextlib.contextmanager
+def head_node(folder: Path, *options: str, **variables: str) -> Iterator[dict[str, str]]:
     """A head node of its own, on free ports; ended by its process group, never by `ray stop`."""
     ports = dict(zip(HEAD_PORTS, free_ports(len(HEAD_PORTS)), strict=True))
-    token = tmp_path_factory.mktemp("ray") / "token"
+    token = folder / "token"
     token.write_text("0" * 32 + "test")
     environment = {**os.environ, "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(token)}
+    environment |= variables
     environment.pop("RAY_ADDRESS", None)
     environment["PATH"] = f"{RAY.parent}:{environment['PATH']}"  # as with an activated venv
     process = subprocess.Popen(
         [
             *[RAY, "start", "--head", "--block", "--num-cpus=2", "--node-ip-address=127.0.0.1"],
-            *["--disable-usage-stats", *(f"--{name}={port}" for name, port in ports.items())],
+            *[
+                *options,
+                "--disable-usage-stats",
+                *(f"--{name}={port}" for name, port in ports.items()),
+            ],
         ],
         env=environment,
         stdout=subprocess.DEVNULL,
@@ -52,9 +50,17 @@ def cluster(tmp_path_factory):
     )
     environment["RAY_API_SERVER_ADDRESS"] = f"http://127.0.0.1:{ports['dashboard-port']}"
     environment["CLUSTER"] = f"127.0.0.1:{ports['port']}"
-    yield environment
-    os.killpg(process.pid, signal.SIGTERM)
-    process.wait(timeout=60)
+    try:
+        yield environment
+    finally:
+        os.killpg(process.pid, signal.SIGTERM)
+        process.wait(timeout=60)
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory):
+    with head_node(tmp_path_factory.mktemp("ray")) as environment:
+        yield environment
 
 
 def submit(environment: dict[str, str], *overrides: str) -> subprocess.CompletedProcess:

@@ -71,7 +71,7 @@ def _tables(run: Store) -> Iterator[pa.Table]:
     if plan is None:
         return
     for name in _names(plan, _ledger(run)):
-        with run.fs.open(run.path(name), "rb") as handle:
+        with run.open(name) as handle:
             yield pq.read_table(handle)
 
 

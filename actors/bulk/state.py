@@ -148,12 +148,8 @@ class Batches:
     def ids(self, owner: str) -> list[str]:
         """All of a key, newest first."""
         folder = f"keys/{owner}/batches"
-        self.store.fs.invalidate_cache(self.store.path(folder))
-        try:
-            entries = self.store.fs.ls(self.store.path(folder), detail=False)
-        except FileNotFoundError:
-            return []
-        names = (entry.rstrip("/").rsplit("/", 1)[-1] for entry in entries)
+        entries = self.store.list(self.store.path(folder))
+        names = (entry["name"].rstrip("/").rsplit("/", 1)[-1] for entry in entries)
         return sorted((n for n in names if _BATCH_ID.fullmatch(n)), reverse=True)
 
     def open(self) -> list[tuple[str, str]]:

@@ -81,7 +81,7 @@ def read_rows(store: Store, plan: Plan) -> Rows:
     for part in parts[::stride]:
         if not store.exists(part.name):
             continue
-        with store.fs.open(store.path(part.name), "rb") as handle:
+        with store.open(part.name) as handle:
             _add(rows, pq.read_table(handle, columns=_COLUMNS))
     return rows
 

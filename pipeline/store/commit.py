@@ -14,6 +14,7 @@ from pipeline.errors import RunFailed
 from pipeline.records import EVIDENCE_FIELDS
 from pipeline.stats import RunTotals
 from pipeline.store.files import Store
+from pipeline.store.lease import LeaseGuard
 from pipeline.store.ledger import Commit, write_marker
 from pipeline.store.listing import file_id
 from pipeline.store.plan import Plan
@@ -28,8 +29,8 @@ class Committer:
     threads may share it.
     """
 
-    def __init__(self, store: Store, plan: Plan, generation: int) -> None:
-        self._store = store
+    def __init__(self, guard: LeaseGuard, plan: Plan, generation: int) -> None:
+        self._guard, self._store = guard, guard.store
         self._rows_per_file, self._unit_rows = plan.rows_per_file, plan.unit_rows
         self._generation = generation
 
@@ -37,10 +38,10 @@ class Committer:
         """Commit rows of `records.completed_schema`; the names of the markers.
 
         Raises:
-            RunFailed: what was written does not read back.
-            OSError: the store refuses to write.
+            RunFailed: what was written does not read back, or another run has taken over.
+            StoreError or OSError: the store refuses to write.
         """
-        return [commit_rows(self._store, unit, self._generation) for unit in self._units(rows)]
+        return [commit_rows(self._guard, unit, self._generation) for unit in self._units(rows)]
 
     def _units(self, rows: pa.Table) -> Iterator[pa.Table]:
         """Cut at the units' borders: normally the rows are one unit, but Ray may join some."""
@@ -57,12 +58,13 @@ class Committer:
                 begin = i
 
 
-def commit_rows(store: Store, rows: pa.Table, generation: int) -> str:
+def commit_rows(guard: LeaseGuard, rows: pa.Table, generation: int) -> str:
     """Commit rows of one file and one run with consecutive `source_row`; the marker's name.
 
     Raises:
-        RunFailed: what was written does not read back with as many rows.
+        RunFailed: what was written does not read back with as many rows, or the lease is lost.
     """
+    store = guard.store
     totals = RunTotals.from_table(rows)
     first = rows.slice(0, 1).select(["source_file", "source_row", "run_id"]).to_pylist()[0]
     start, run_id = first["source_row"], first["run_id"]
@@ -85,6 +87,7 @@ def commit_rows(store: Store, rows: pa.Table, generation: int) -> str:
         "run_id": run_id,
         "methods": {v["values"]: v["counts"] for v in pc.value_counts(methods).to_pylist()},
     }
+    guard.check()
     write_marker(store, commit.marker, body, totals)
     return commit.marker
 
@@ -105,7 +108,7 @@ def check_written(store: Store, name: str, num_rows: int) -> None:
     Raises:
         RunFailed: it is missing, broken or tells another number of rows.
     """
-    with store.fs.open(store.path(name), "rb") as handle:
+    with store.open(name) as handle:
         found = pq.ParquetFile(handle).metadata.num_rows
     if found != num_rows:
         raise RunFailed(f"{name} was written with {num_rows} rows but reads back with {found}")

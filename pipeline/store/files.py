@@ -1,21 +1,26 @@
-"""A folder on any fsspec file system, with the two writes that commits are made of.
+"""A folder on any fsspec file system, with the writes that commits and the lease are made of.
 
-`put` and `create` are atomic: a reader sees the whole object or none. On local disks that is a
-temporary file, fsync and a rename or link; on object stores one put of bytes built beforehand. An
-open file handle is never used to write, since stores publish what a failing `with` block leaves.
+`put`, `create` and `replace` are atomic: a reader sees the whole object or none. On local disks
+that is a temporary file, fsync and a rename or link; on S3 one put of bytes built beforehand, with
+`If-None-Match` or `If-Match` as the condition; on other stores `create` is the file system's own
+exclusive mode. An open file handle is never used to write, since stores publish what a failing
+`with` block leaves.
 """
 
+import hashlib
 import os
 import uuid
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-import fsspec
-from fsspec.implementations.local import LocalFileSystem
+from pipeline.store.filesystem import FileSystem
+from pipeline.store.retry import code_of
+
+_TEMPORARY = ".tmp-"
 
 
-class Store:
+class Store(FileSystem):
     """Objects by name below a root folder. Names use `/`. Picklable: tasks carry it."""
 
     def __init__(self, url: str, options: dict[str, Any] | None = None) -> None:
@@ -24,43 +29,56 @@ class Store:
         Raises:
             ValueError or ImportError: unknown protocol, or its package is missing.
         """
-        self.url = url
-        self.fs, self.root = fsspec.core.url_to_fs(url, **(options or {}))
-        self.root = self.root.rstrip("/") or "/"
-
-    @property
-    def is_local(self) -> bool:
-        return isinstance(self.fs, LocalFileSystem)
+        super().__init__(url, options)
+        self.root = self.path_of_url.rstrip("/") or "/"
+        self.has_conditional_put = self.is_s3  # until it says otherwise
 
     def path(self, name: str) -> str:
         """Path of an object as the file system knows it."""
         return f"{self.root}/{name}" if name else self.root
 
     def exists(self, name: str) -> bool:
-        return bool(self.fs.exists(self.path(name)))
+        try:
+            self.info(self.path(name))
+        except FileNotFoundError:
+            return False
+        return True
 
     def names(self, folder: str = "") -> list[str]:
         """Names of the objects directly in a folder, sorted; empty where there is no folder."""
-        self.fs.invalidate_cache(self.path(folder))
-        try:
-            entries = self.fs.ls(self.path(folder), detail=True)
-        except FileNotFoundError:
-            return []
         prefix = f"{folder}/" if folder else ""
-        names = (e["name"].rstrip("/").rsplit("/", 1)[-1] for e in entries if e["type"] == "file")
-        return sorted(prefix + name for name in names if not name.startswith(".tmp-"))
+        return sorted(prefix + name for name, _ in self._files(folder))
+
+    def sizes(self, folder: str = "") -> dict[str, int]:
+        """Bytes of the objects directly in a folder, by name."""
+        prefix = f"{folder}/" if folder else ""
+        return {prefix + name: int(entry["size"]) for name, entry in self._files(folder)}
 
     def modified(self, folder: str) -> list[tuple[str, float]]:
         """(name without its folder, Unix seconds by the store's clock) of a folder's objects."""
         found = []
-        for entry in self.fs.ls(self.path(folder), detail=True):
-            when = entry.get("mtime", entry.get("LastModified"))
+        for name, entry in self._files(folder):
+            when: Any = entry.get("mtime", entry.get("LastModified"))
             seconds = when.timestamp() if hasattr(when, "timestamp") else float(when or 0.0)
-            found.append((entry["name"].rstrip("/").rsplit("/", 1)[-1], seconds))
+            found.append((name, seconds))
         return found
 
+    def _files(self, folder: str) -> list[tuple[str, dict[str, Any]]]:
+        entries = [e for e in self.list(self.path(folder)) if e["type"] == "file"]
+        named = [(e["name"].rstrip("/").rsplit("/", 1)[-1], e) for e in entries]
+        return [(name, e) for name, e in named if name and not name.startswith(_TEMPORARY)]
+
     def read(self, name: str) -> bytes:
-        return bytes(self.fs.cat_file(self.path(name)))
+        """The whole object.
+
+        Raises:
+            FileNotFoundError: there is none.
+        """
+        return self.read_file(self.path(name))
+
+    def open(self, name: str) -> Any:
+        """The object as a file to read from."""
+        return self.open_file(self.path(name))
 
     def put(self, name: str, data: bytes) -> None:
         """Write or replace an object, atomically and durably."""
@@ -69,16 +87,117 @@ class Store:
             os.replace(temporary, self.path(name))
             _sync_folder(temporary.parent)
         else:
-            self.fs.pipe_file(self.path(name), data)
+            self.put_file(self.path(name), data)
 
     def create(self, name: str, data: bytes) -> bool:
         """Write an object unless it exists; whether it was written."""
-        if not self.is_local:
+        if self.is_local:
+            return self._link(name, data)
+        if self.is_s3:
+            return self._put_if(name, data, IfNoneMatch="*")
+        path = self.path(name)
+        try:
+            self.call(lambda: self.fs.pipe_file(path, data, mode="create"), path)
+        except FileExistsError:
+            return self._holds(name, data)
+        return True
+
+    def replace(self, name: str, data: bytes, version: str) -> bool:
+        """Write an object if it still is the `version` that `tagged` gave; whether it was written.
+
+        Elsewhere than on S3 it is read, compared and put: on disks callers hold a lock meanwhile.
+        """
+        if self.is_s3:
+            return self._put_if(name, data, IfMatch=version)
+        now = self.tagged(name)
+        if now is None or now[1] != version:
+            return False
+        self.put(name, data)
+        return True
+
+    def tagged(self, name: str) -> tuple[bytes, str] | None:
+        """An object and its version; None where there is none.
+
+        The version is read first: should the object change in between, `replace` refuses.
+        """
+        try:
+            tag = self.info(self.path(name))["ETag"] if self.is_s3 else ""
+            data = self.read(name)
+        except FileNotFoundError:
+            return None
+        return data, tag or hashlib.blake2b(data, digest_size=16).hexdigest()
+
+    def delete(self, names: Iterable[str]) -> None:
+        """Delete objects; those already gone are no error."""
+        for name in names:
+            path = self.path(name)
             try:
-                self.fs.pipe_file(self.path(name), data, mode="create")
-            except FileExistsError:
-                return False
-            return True
+                self.call(lambda path=path: self.fs.rm_file(path), path)  # type: ignore[misc]
+            except FileNotFoundError:
+                continue
+
+    def delete_folder(self, folder: str) -> None:
+        """Delete a folder with all in it; one already gone is no error."""
+        path = self.path(folder)
+        try:
+            self.call(lambda: self.fs.rm(path, recursive=True), path)
+        except FileNotFoundError:
+            return
+
+    def temporaries(self, folder: str) -> list[str]:
+        """Names of half-written files that a killed writer left in a folder of a disk."""
+        prefix = f"{folder}/" if folder else ""
+        entries = (e["name"].rsplit("/", 1)[-1] for e in self.list(self.path(folder)))
+        return [prefix + name for name in entries if name.startswith(_TEMPORARY)]
+
+    def abort_uploads(self) -> int:
+        """Drop the uploads in parts that were begun below the root and not ended; how many."""
+        if not self.is_s3:
+            return 0
+        bucket, key, _ = self.fs.split_path(self.path(""))
+        where = {"Bucket": bucket, "Prefix": f"{key}/" if key else ""}
+        ask = self.fs.call_s3
+        page = self.call(lambda: ask("list_multipart_uploads", **where), self.root)
+        uploads = page.get("Uploads", [])
+        for upload in uploads:
+            which = {"Bucket": bucket, "Key": upload["Key"], "UploadId": upload["UploadId"]}
+            self.call(lambda which=which: ask("abort_multipart_upload", **which), self.root)  # type: ignore[misc]
+        return len(uploads)
+
+    def _put_if(self, name: str, data: bytes, **condition: str) -> bool:
+        """A put that S3 does only under the condition.
+
+        A try whose answer was lost may have succeeded: then the object holds what we wanted. Stores
+        that know no conditions get a plain put after a look, see `lease`.
+        """
+        bucket, key, _ = self.fs.split_path(self.path(name))
+        ask = {"Bucket": bucket, "Key": key, "Body": data, **condition}
+        try:
+            self.call(lambda: self.fs.call_s3("put_object", **ask), self.path(name))
+        except OSError as error:
+            code = code_of(error)
+            if code == "NotImplemented":
+                self.has_conditional_put = False
+                return self._put_after_a_look(name, data, condition)
+            if code in ("PreconditionFailed", "412", "NoSuchKey"):
+                return self._holds(name, data)
+            raise
+        return True
+
+    def _put_after_a_look(self, name: str, data: bytes, condition: dict[str, str]) -> bool:
+        now = self.tagged(name)
+        if (now[1] if now else None) != condition.get("IfMatch"):
+            return False
+        self.put(name, data)
+        return True
+
+    def _holds(self, name: str, data: bytes) -> bool:
+        try:
+            return self.read(name) == data
+        except FileNotFoundError:
+            return False
+
+    def _link(self, name: str, data: bytes) -> bool:
         temporary = self._write_temporary(name, data)
         try:
             os.link(temporary, self.path(name))
@@ -89,25 +208,10 @@ class Store:
         _sync_folder(temporary.parent)
         return True
 
-    def delete(self, names: Iterable[str]) -> None:
-        """Delete objects; those already gone are no error."""
-        for name in names:
-            try:
-                self.fs.rm_file(self.path(name))
-            except FileNotFoundError:
-                continue
-
-    def delete_folder(self, folder: str) -> None:
-        """Delete a folder with all in it; one already gone is no error."""
-        try:
-            self.fs.rm(self.path(folder), recursive=True)
-        except FileNotFoundError:
-            return
-
     def _write_temporary(self, name: str, data: bytes) -> Path:
         target = Path(self.path(name))
         target.parent.mkdir(parents=True, exist_ok=True)
-        temporary = target.parent / f".tmp-{uuid.uuid4().hex}"
+        temporary = target.parent / f"{_TEMPORARY}{uuid.uuid4().hex}"
         try:
             with open(temporary, "xb") as file:
                 file.write(data)

@@ -3,6 +3,9 @@
 A heartbeat counter says that the holder lives. Clocks of hosts differ, so nobody compares
 timestamps: a newcomer watches the counter for one period on its own monotonic clock. A holder on
 this host whose process is gone is taken over at once, so that "kill -9, same command" just works.
+
+It is taken and kept by conditional puts (`If-None-Match`, `If-Match`), on disks under a file lock.
+Where a store has no such thing, whose put came last is who holds it, after a moment's wait.
 """
 
 import json
@@ -11,6 +14,7 @@ import socket
 import threading
 import time
 import uuid
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -20,12 +24,14 @@ from typing import Any
 import psutil
 from filelock import FileLock
 
-from pipeline.errors import ConfigError, LockedError, RunFailed
+from pipeline.errors import ConfigError, LockedError, RunFailed, StoreError
 from pipeline.store.files import Store
 from pipeline.store.plan import RUN_FOLDER
 
 LEASE_NAME = f"{RUN_FOLDER}/lease.json"
 PERIOD_S = 30.0
+SETTLE_S = 2.0  # longer than a put is under way
+_TAKEN = "another run took over this output; this one stops before its next commit"
 
 
 @dataclass
@@ -52,9 +58,9 @@ class Lease:
         ConfigError: the output folder cannot be written.
     """
 
-    def __init__(self, store: Store, run_id: str, period_s: float = PERIOD_S) -> None:
+    def __init__(self, store: Store, run_id: str, period_s: float | None = None) -> None:
         self._store = store
-        self._period_s = period_s
+        self._period_s = PERIOD_S if period_s is None else period_s
         pid = os.getpid()
         self._me = _Holder(uuid.uuid4().hex, run_id, _host(), pid, _process_start(pid) or "")
         self._stop = threading.Event()
@@ -64,6 +70,8 @@ class Lease:
     def __enter__(self) -> "Lease":
         try:
             self._acquire()
+        except StoreError as error:
+            raise ConfigError("output.path", str(error)) from None
         except (PermissionError, NotADirectoryError) as error:
             where = error.filename or self._store.url
             raise ConfigError(
@@ -82,37 +90,66 @@ class Lease:
         self._stop.set()
         if self._thread:
             self._thread.join()
-        if not self._lost and _same(_read(self._store), self._me):
-            self._store.delete([LEASE_NAME])
+        if self._lost:
+            return
+        try:
+            if _same(_read(self._store), self._me):
+                self._store.delete([LEASE_NAME])
+        except (OSError, StoreError):
+            if error is None:
+                raise  # else what broke the run matters more
+
+    @property
+    def guard(self) -> "LeaseGuard":
+        """What the tasks of this run ask before they commit."""
+        return LeaseGuard(self._store, self._me.token)
 
     def check(self) -> None:
         """Raise RunFailed when another run has taken the lease."""
         if self._lost:
-            raise RunFailed(
-                "another run took over this output; this one stops before its next commit"
-            )
+            raise RunFailed(_TAKEN)
 
     def _acquire(self) -> None:
-        with _one_at_a_time(self._store):
-            if self._try():
-                return
-            seen = _read(self._store)
-        if seen is None:  # released in between
-            return self._acquire()
+        seen = self._take(_is_dead)
+        if seen is None:
+            return
         self._watch(seen)
-        with _one_at_a_time(self._store):
-            now = _read(self._store)
-            if now is not None and asdict(now) != asdict(seen):
-                raise _locked(now)
-            self._store.delete([LEASE_NAME])
-            if not self._try():
-                raise _locked(_read(self._store) or seen)
+        now = self._take(lambda holder: holder == seen)
+        if now is not None:
+            raise _locked(now)
 
-    def _try(self) -> bool:
-        holder = _read(self._store)
-        if holder is not None and _is_dead(holder):
-            self._store.delete([LEASE_NAME])
-        return self._store.create(LEASE_NAME, self._me.to_json())
+    def _take(self, may_replace: Callable[[_Holder], bool]) -> _Holder | None:
+        """Take the lease where it is free, or its holder may be replaced; else who holds it."""
+        with _one_at_a_time(self._store):
+            while True:
+                found = self._store.tagged(LEASE_NAME)
+                if found is None:
+                    if self._store.create(LEASE_NAME, self._me.to_json()):
+                        break
+                    continue
+                holder = _Holder(**json.loads(found[0]))
+                if not may_replace(holder):
+                    return holder
+                if self._store.replace(LEASE_NAME, self._me.to_json(), found[1]):
+                    break
+        if not self._is_exclusive():
+            time.sleep(SETTLE_S)
+            holder_now = _read(self._store)
+            if not _same(holder_now, self._me):
+                raise _locked(holder_now or self._me)
+        return None
+
+    def _is_exclusive(self) -> bool:
+        """Whether nobody else can believe to hold it too: the store minds conditions of puts.
+
+        One that ignores them is found out by a second creation. There the last of several puts
+        at a time wins, and each looks again a little later.
+        """
+        if self._store.is_local:
+            return True
+        self._me.counter += 1
+        again = self._store.create(LEASE_NAME, self._me.to_json())
+        return self._store.has_conditional_put and not again
 
     def _watch(self, seen: _Holder) -> None:
         """Return if the counter stands still for a period."""
@@ -124,18 +161,49 @@ class Lease:
             now = _read(self._store)
             if now is None:
                 return
-            if asdict(now) != asdict(seen):
+            if now != seen:
                 raise _locked(now)
 
     def _beat(self) -> None:
-        """Count up, five times per period; a lease that is not ours any more is lost."""
+        """Count up, five times per period; a lease that is not ours any more is lost.
+
+        So is one that could not be kept for a period, for others take it then.
+        """
+        kept = time.monotonic()
         while not self._stop.wait(self._period_s / 5):
-            with _one_at_a_time(self._store):
-                if not _same(_read(self._store), self._me):
-                    self._lost = True
-                    return
-                self._me.counter += 1
-                self._store.put(LEASE_NAME, self._me.to_json())
+            try:
+                self._lost = not self._count_up()
+                kept = time.monotonic()
+            except Exception:  # a bad minute of the store is not the end
+                self._lost = time.monotonic() - kept > self._period_s
+            if self._lost:
+                return
+
+    def _count_up(self) -> bool:
+        with _one_at_a_time(self._store):
+            found = self._store.tagged(LEASE_NAME)
+            if found is None or json.loads(found[0])["token"] != self._me.token:
+                return False
+            self._me.counter += 1
+            return self._store.replace(LEASE_NAME, self._me.to_json(), found[1])
+
+
+@dataclass(frozen=True)
+class LeaseGuard:
+    """Asks the store whether the run that this belongs to still has the lease. Picklable."""
+
+    store: Store
+    token: str
+
+    def check(self) -> None:
+        """Look now.
+
+        Raises:
+            RunFailed: another run has taken over.
+        """
+        holder = _read(self.store)
+        if holder is None or holder.token != self.token:
+            raise RunFailed(_TAKEN)
 
 
 def describe_holder(store: Store) -> str | None:

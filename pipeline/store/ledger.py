@@ -153,6 +153,10 @@ class Ledger:
     def publication(self, part: Part) -> Publication | None:
         return self._published.get(part.key)
 
+    def published_as(self, file_id: str, index: int) -> Publication | None:
+        """The publication of a part, by its key."""
+        return self._published.get((file_id, index))
+
     def commits_in(self, part: Part) -> list[Commit]:
         """Winning commits within a part, older generations first."""
         found = [

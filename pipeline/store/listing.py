@@ -1,21 +1,33 @@
 """Find the input files and read their footers: what there is to do, before any model is loaded."""
 
 import hashlib
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+from urllib.parse import unquote
 
-import fsspec
 import pyarrow as pa
 import pyarrow.parquet as pq
 from fsspec.core import has_magic
-from fsspec.implementations.local import LocalFileSystem
+from fsspec.utils import glob_translate
 
-from pipeline.errors import InputError
+from pipeline.errors import InputError, StoreError
+from pipeline.store import jsonl
+from pipeline.store.filesystem import FileSystem
 
+Format = Literal["auto", "parquet", "jsonl"]
 PARQUET_SUFFIXES = (".parquet", ".parq", ".pq")
+_SUFFIXES: dict[Format, tuple[str, ...]] = {
+    "auto": PARQUET_SUFFIXES + jsonl.SUFFIXES,
+    "parquet": PARQUET_SUFFIXES,
+    "jsonl": jsonl.SUFFIXES,
+}
+_KIND = {"auto": "Parquet or JSONL", "parquet": "Parquet", "jsonl": "JSONL"}
+_HIVE_NULL = "__HIVE_DEFAULT_PARTITION__"
 _FOOTER_THREADS = 16
+_KEPT_SKIPPED = 100
 _KEY = "input.path"
 
 
@@ -28,7 +40,8 @@ class InputFile:
     size: int
     digest: str  # changes when the content does: the store's etag, else a hash of the footer
     row_groups: tuple[int, ...]  # rows of each
-    schema: pa.Schema
+    schema: pa.Schema  # partition folders included
+    offsets: tuple[int, ...] = ()  # of JSON lines: the first byte of each group
 
     @property
     def num_rows(self) -> int:
@@ -43,10 +56,12 @@ class InputFile:
 class Listing:
     """The input files in order of their names, and what was passed over and why."""
 
+    source: FileSystem
     root: str
     is_folder: bool
     files: list[InputFile]
-    skipped: list[tuple[str, str]]
+    skipped: list[tuple[str, str]]  # the first of them
+    num_skipped: int
 
 
 def file_id(name: str) -> str:
@@ -58,48 +73,72 @@ def file_id(name: str) -> str:
 class Found:
     """The input's files, not yet opened: (name below the root, fsspec entry)."""
 
-    fs: fsspec.AbstractFileSystem
+    source: FileSystem
     root: str
     is_folder: bool
     chosen: list[tuple[str, dict[str, Any]]]
-    skipped: list[tuple[str, str]]
+    skipped: list[tuple[str, str]]  # the first of them
+    num_skipped: int
 
 
-def list_input(url: str, options: dict[str, Any] | None = None) -> Listing:
-    """List a Parquet file, a folder (recursively) or a glob and read all footers.
+def list_input(url: str, options: dict[str, Any] | None = None, wanted: Format = "auto") -> Listing:
+    """List a file, a folder (recursively) or a glob and read what the files say of themselves.
+
+    That is the footer of a Parquet file, and all of a file of JSON lines.
 
     Raises:
-        InputError: nothing there, no permission, or a file that is not complete Parquet.
+        InputError: nothing there, no permission, or a file that is not complete.
     """
-    found = find_input(url, options)
+    found = find_input(url, options, wanted)
+    source, skipped = found.source, found.skipped
     if not found.chosen:
-        skipped = found.skipped
         hint = f"; passed over: {skipped[0][0]} ({skipped[0][1]})" if skipped else ""
-        raise InputError(_KEY, f"no Parquet file under {url}{hint}; check the path")
+        raise InputError(_KEY, f"no {_KIND[wanted]} file under {url}{hint}; check the path")
+    schemas: dict[bytes, pa.Schema] = {}
     with ThreadPoolExecutor(_FOOTER_THREADS) as pool:
-        files = list(pool.map(lambda item: read_footer(found.fs, *item), found.chosen))
-    return Listing(found.root, found.is_folder, files, found.skipped)
+        read = pool.map(lambda item: read_file(source, item[0], item[1], wanted), found.chosen)
+        files = [_share_schema(file, schemas) for file in read]
+    return Listing(source, found.root, found.is_folder, files, skipped, found.num_skipped)
 
 
-def find_input(url: str, options: dict[str, Any] | None = None) -> Found:
-    """Find a Parquet file, those of a folder (recursively) or of a glob; there may be none.
+def find_input(url: str, options: dict[str, Any] | None = None, wanted: Format = "auto") -> Found:
+    """Find a file, those of a folder (recursively) or of a glob; there may be none.
 
     Raises:
         InputError: nothing there, or no permission.
     """
     try:
-        fs, path = fsspec.core.url_to_fs(url, **(options or {}))
+        source = FileSystem(url, options)
     except (ValueError, ImportError) as error:
         raise InputError(_KEY, f"cannot open {url}: {error}") from None
     try:
-        root, is_folder, found = _find(fs, path)
+        root, is_folder, found = _find(source)
+        chosen, skipped, more = _choose(root, found, source.path_of_url, wanted)
     except FileNotFoundError:
         raise InputError(_KEY, f"nothing at {url}; check the path") from None
+    except StoreError as error:
+        raise InputError(_KEY, str(error)) from None
     except PermissionError as error:
         raise InputError(
             _KEY, f"no permission to list {error.filename or url}; grant read access"
         ) from None
-    return Found(fs, root, is_folder, *_choose(root, found, named=path))
+    return Found(source, root, is_folder, chosen, skipped, len(skipped) + more)
+
+
+def _share_schema(file: InputFile, schemas: dict[bytes, pa.Schema]) -> InputFile:
+    """The file with the one object for its schema, which thousands of files have in common."""
+    schema = schemas.setdefault(file.schema.serialize().to_pybytes(), file.schema)
+    return replace(file, schema=schema)
+
+
+def partitions(name: str) -> dict[str, str | None]:
+    """Values that a file's folders give, as `ds=2026-11-29/`: those of Hive, undone."""
+    pairs = (folder.partition("=") for folder in name.split("/")[:-1])
+    return {
+        key: None if value == _HIVE_NULL else unquote(value)
+        for key, equals, value in pairs
+        if key and equals
+    }
 
 
 def check_columns(files: Sequence[InputFile], columns: Iterable[tuple[str, str]]) -> pa.Schema:
@@ -150,60 +189,93 @@ def plain_type(found: pa.DataType) -> pa.DataType:
     return found
 
 
-def _find(fs: fsspec.AbstractFileSystem, path: str) -> tuple[str, bool, list[dict[str, Any]]]:
+def _find(source: FileSystem) -> tuple[str, bool, Iterator[dict[str, Any]]]:
     """Input root, whether it is a folder, and the entries of all files below or matching."""
+    path = source.path_of_url
     if has_magic(path):
-        entries = [e for e in fs.glob(path, detail=True).values() if e["type"] == "file"]
-        fixed = path[: min(path.index(c) for c in "*?[" if c in path)]
-        return fixed.rpartition("/")[0] or "/", False, entries
-    info = fs.info(path)
+        fixed = path[: min(path.index(c) for c in "*?[" if c in path)].rpartition("/")[0] or "/"
+        return fixed, False, _matching(source, fixed, path)
+    info = source.info(path)
     if info["type"] != "directory":
-        return path.rpartition("/")[0] or "/", False, [info]
-    return path.rstrip("/"), True, list(_files_below(fs, path))
+        return path.rpartition("/")[0] or "/", False, iter([info])
+    return path.rstrip("/"), True, source.files_below(path)
 
 
-def _files_below(fs: fsspec.AbstractFileSystem, folder: str) -> Iterator[dict[str, Any]]:
-    if not isinstance(fs, LocalFileSystem):
-        yield from fs.find(folder, detail=True).values()
+def _matching(source: FileSystem, fixed: str, pattern: str) -> Iterator[dict[str, Any]]:
+    """Entries of the files that a glob means, as fsspec understands it."""
+    if not source.is_s3:
+        found = source.call(lambda: source.fs.glob(pattern, detail=True), pattern)
+        yield from (entry for entry in found.values() if entry["type"] == "file")
         return
-    # On disks find() passes over folders that it may not read; rows must not vanish with them.
-    for entry in fs.ls(folder, detail=True):
-        if entry["type"] == "directory":
-            yield from _files_below(fs, entry["name"])
-        else:
-            yield entry
+    wanted = re.compile(glob_translate(pattern))
+    yield from (entry for entry in source.files_below(fixed) if wanted.match(entry["name"]))
 
 
 def _choose(
-    root: str, entries: list[dict[str, Any]], named: str
-) -> tuple[list[tuple[str, dict[str, Any]]], list[tuple[str, str]]]:
-    """(name below the root, entry) of the files to read, and (name, reason) of the others."""
-    chosen, skipped = [], []
-    for entry in sorted(entries, key=lambda e: str(e["name"])):
+    root: str, entries: Iterable[dict[str, Any]], named: str, wanted: Format
+) -> tuple[list[tuple[str, dict[str, Any]]], list[tuple[str, str]], int]:
+    """(name below the root, entry) of the files to read, (name, reason) of some others, and how
+    many others there are besides. Of millions of keys only those to read are kept."""
+    chosen: list[tuple[str, dict[str, Any]]] = []
+    skipped: list[tuple[str, str]] = []
+    more = 0
+    for entry in entries:
         name = entry["name"].removeprefix(root).lstrip("/")
-        if entry["name"] == named:  # a file asked for by name is taken as it is
+        reason = (
+            None if entry["name"] == named else _why_skipped(name, wanted)
+        )  # named: taken as it is
+        if reason is None:
             chosen.append((name, entry))
-        elif any(part.startswith(("_", ".")) for part in name.split("/")):
-            skipped.append((name, "hidden: its name or folder starts with _ or ."))
-        elif not name.endswith(PARQUET_SUFFIXES):
-            skipped.append((name, "not a .parquet file"))
+        elif len(skipped) < _KEPT_SKIPPED:
+            skipped.append((name, reason))
         else:
-            chosen.append((name, entry))
-    return chosen, skipped
+            more += 1
+    return sorted(chosen, key=lambda item: str(item[1]["name"])), sorted(skipped), more
 
 
-def read_footer(fs: fsspec.AbstractFileSystem, name: str, entry: dict[str, Any]) -> InputFile:
+def _why_skipped(name: str, wanted: Format) -> str | None:
+    if any(part.startswith(("_", ".")) for part in name.split("/")):
+        return "hidden: its name or folder starts with _ or ."
+    suffixes = _SUFFIXES[wanted]
+    return None if name.endswith(suffixes) else f"not a {' or '.join(suffixes[::3])} file"
+
+
+def read_file(
+    source: FileSystem, name: str, entry: dict[str, Any], wanted: Format = "auto"
+) -> InputFile:
     """Open a file that `find_input` found.
 
     Raises:
-        InputError: no permission, or it is not complete Parquet.
+        InputError: it is not complete, or may not be read.
     """
+    is_lines = wanted == "jsonl" or (wanted == "auto" and name.endswith(jsonl.SUFFIXES))
+    file = (_scan_lines if is_lines else _read_footer)(source, name, entry)
+    folders = [key for key in partitions(name) if key not in file.schema.names]
+    fields = [*file.schema, *(pa.field(key, pa.string()) for key in folders)]
+    return replace(file, schema=pa.schema(fields)) if folders else file
+
+
+def _scan_lines(source: FileSystem, name: str, entry: dict[str, Any]) -> InputFile:
+    path, size = entry["name"], int(entry["size"])
+    try:
+        lines = jsonl.scan(source, path, size)
+    except StoreError as error:
+        raise InputError(_KEY, str(error)) from None
+    except PermissionError:
+        raise InputError(_KEY, f"no permission to read {path}; grant read access") from None
+    digest = str(entry.get("ETag") or lines.digest).strip('"')
+    return InputFile(name, path, size, digest, lines.rows, lines.schema, lines.offsets)
+
+
+def _read_footer(source: FileSystem, name: str, entry: dict[str, Any]) -> InputFile:
     path = entry["name"]
     try:
-        with fs.open(path, "rb") as handle:
+        with source.open_file(path, int(entry["size"])) as handle:
             parquet = pq.ParquetFile(handle)
             metadata, schema = parquet.metadata, parquet.schema_arrow
             digest = entry.get("ETag") or _footer_digest(handle, entry["size"])
+    except StoreError as error:
+        raise InputError(_KEY, str(error)) from None
     except PermissionError:
         raise InputError(_KEY, f"no permission to read {path}; grant read access") from None
     except (pa.ArrowInvalid, OSError) as error:

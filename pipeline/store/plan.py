@@ -25,6 +25,7 @@ PLAN_NAME = f"{RUN_FOLDER}/plan.json"
 SUCCESS = "_SUCCESS"  # written last, when every row is done and accepted
 _MAX_UNIT_ROWS = 512  # what a kill costs at most, per actor and batch in flight
 _UNITS_PER_ACTOR = 32
+_TUPLES = ("row_groups", "offsets")
 
 
 @dataclass(frozen=True)
@@ -37,6 +38,7 @@ class PlannedFile:
     digest: str
     row_groups: tuple[int, ...]
     num_rows: int
+    offsets: tuple[int, ...] = ()  # of JSON lines: the first byte of each group
 
     @property
     def file_id(self) -> str:
@@ -132,7 +134,7 @@ class Plan:
     def from_json(cls, data: bytes) -> "Plan":
         loaded = json.loads(data)
         files = tuple(
-            PlannedFile(**{**file, "row_groups": tuple(file["row_groups"])})
+            PlannedFile(**{**file, **{key: tuple(file.get(key, ())) for key in _TUPLES}})
             for file in loaded.pop("files")
         )
         return cls(files=files, **loaded)
@@ -223,7 +225,6 @@ def _take(files: Sequence[InputFile], max_rows: int | None) -> list[PlannedFile]
     for file in files:
         rows = file.num_rows if left is None else min(file.num_rows, left)
         left = None if left is None else left - rows
-        planned.append(
-            PlannedFile(file.name, file.path, file.size, file.digest, file.row_groups, rows)
-        )
+        about = (file.name, file.path, file.size, file.digest, file.row_groups)
+        planned.append(PlannedFile(*about, num_rows=rows, offsets=file.offsets))
     return planned

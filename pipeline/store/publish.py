@@ -16,6 +16,7 @@ from pipeline.records import EVIDENCE_FIELDS, FAILED
 from pipeline.stats import RunTotals
 from pipeline.store.commit import check_written, to_parquet
 from pipeline.store.files import Store
+from pipeline.store.lease import LeaseGuard
 from pipeline.store.ledger import (
     PUBLISHED,
     Commit,
@@ -30,7 +31,7 @@ _BATCH_ROWS = 1024  # decoded at once
 
 
 def publish_part(
-    store: Store,
+    guard: LeaseGuard,
     part: Part,
     commits: list[Commit],
     previous: Publication | None,
@@ -45,18 +46,21 @@ def publish_part(
         schema: `records.output_schema`.
 
     Raises:
-        RunFailed: the commits do not give each row exactly once.
+        RunFailed: the commits do not give each row exactly once, or the lease is lost.
     """
+    store = guard.store
     generation = max(commit.generation for commit in commits)
     done = _published_before(store, part, generation)
     if done:
         return done
     rows = _newest_rows(store, part, commits, previous is not None, schema)
-    store.put(part.name, to_parquet(rows, {**metadata, "draftmill.generation": generation}))
+    guard.check()
+    data = to_parquet(rows, {**metadata, "draftmill.generation": generation})
+    store.put(part.name, data)
     check_written(store, part.name, part.num_rows)
     totals = _totals(store, rows, commits, previous)
     publication = Publication(part.file.file_id, part.index, generation, totals)
-    body = {"source_file": part.file.name, "part": part.name}
+    body = {"source_file": part.file.name, "part": part.name, "bytes": len(data)}
     write_marker(store, publication.marker, body, totals)
     store.delete(commit.data for commit in commits)
     return publication.marker
@@ -78,7 +82,7 @@ def published_texts(
     wanted, found = set(rows), dict[int, str]()
     for index in sorted({row // rows_per_file for row in wanted}):
         last = max(row for row in wanted if row // rows_per_file == index)
-        with store.fs.open(store.path(part_name(file_name, index)), "rb") as handle:
+        with store.open(part_name(file_name, index)) as handle:
             columns = ["source_row", "status", column]
             for batch in pq.ParquetFile(handle).iter_batches(_BATCH_ROWS, columns=columns):
                 for row, status, text in zip(*batch.to_pydict().values(), strict=True):
@@ -112,7 +116,7 @@ def failed_units(store: Store, plan: Plan, ledger: Ledger, generation: int) -> l
 
 
 def _failed_in(store: Store, plan: Plan, part: Part, generation: int) -> Iterable[Unit]:
-    with store.fs.open(store.path(part.name), "rb") as handle:
+    with store.open(part.name) as handle:
         table = pq.read_table(handle, columns=["source_row", "status"])
     failed = table.filter(pc.is_in(table.column("status"), pa.array(FAILED)))
     begin = previous = None
@@ -136,7 +140,7 @@ def _newest_rows(
     names += [c.data for c in sorted(by_name, key=lambda c: c.generation)]
     tables = []
     for rank, name in enumerate(names):
-        with store.fs.open(store.path(name), "rb") as handle:
+        with store.open(name) as handle:
             table = pq.read_table(handle).cast(schema)
         tables.append(table.append_column("_rank", pa.array([rank] * table.num_rows, pa.int32())))
     merged = pa.concat_tables(tables)

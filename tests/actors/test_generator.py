@@ -7,9 +7,10 @@ import threading
 import pyarrow as pa
 import pytest
 
+from actors.attempts import IN_VAIN, Attempts, AttemptsClient
 from actors.generator import MARKERS, GenerationActor
-from pipeline.errors import EngineError
-from pipeline.records import completed_schema, rendered_schema
+from pipeline.errors import EngineError, RunFailed
+from pipeline.records import Completion, completed_schema, rendered_schema
 from tests.fakes import Behaviour, FakeEngine
 
 KEPT = [pa.field("id", pa.string())]
@@ -51,7 +52,7 @@ def batch(start, stop, status=None):
 
 def make_actor(committer, **behaviour):
     factory = functools.partial(FakeEngine, Behaviour(**behaviour))
-    return GenerationActor(factory, KEPT, ["summary"], "run", committer)
+    return GenerationActor(factory, KEPT, ["summary"], "run", committer, AttemptsClient(), 2)
 
 
 def call(actor, *batches):
@@ -115,3 +116,75 @@ def test_failing_commit_fails_the_batch():
 
     with pytest.raises(OSError, match="no space left"):
         call(make_actor(Full()), batch(0, 4))
+
+
+class Killer:
+    """An engine of which some rows kill the actor: here they end the call, and nothing is done."""
+
+    def __init__(self, deadly):
+        self.deadly, self.rows = deadly, []
+        self.together = []
+
+    @property
+    def num_unfinished(self):
+        return len(self.rows)
+
+    def add_request(self, request):
+        self.rows.append(request)
+
+    def step(self):
+        rows, self.rows = self.rows, []
+        self.together.append([row.row_key for row in rows])
+        if any(row.row_key in self.deadly for row in rows):
+            raise EngineError("killed")
+        return [Completion(row.row_key, "ok", "text", "stop") for row in rows]
+
+
+def test_row_that_kills_its_actor_is_found_and_its_neighbours_are_done():
+    attempts, committer, engines = AttemptsClient(), Recorder(), []
+
+    def factory():
+        engines.append(Killer({"a.parquet:2", "a.parquet:5"}))
+        return engines[-1]
+
+    deaths = 0
+    while not committer.tables:
+        actor = GenerationActor(factory, KEPT, ["summary"], "run", committer, attempts, 2)
+        try:
+            call(actor, batch(0, 8))
+        except EngineError:
+            deaths += 1
+    assert deaths == 2 + 2 + 2  # together, and each of the two alone
+    (table,) = committer.tables
+    assert table["status"].to_pylist() == ["error" if n in (2, 5) else "ok" for n in range(8)]
+    bad = table.to_pylist()[2]
+    assert bad["error_type"] == "actor_died"
+    assert bad["error"].startswith("its actor died at each of 2 tries with this row alone")
+    assert [len(rows) for rows in engines[0].together] == [8]
+    assert {len(rows) for engine in engines[2:] for rows in engine.together} == {1}
+
+
+def test_row_alone_is_alone():
+    """While a suspect is generated, no other batch is in the engine."""
+    attempts, committer = AttemptsClient(), Recorder()
+    engine = Killer(set())
+    actor = GenerationActor(lambda: engine, KEPT, ["summary"], "run", committer, attempts, 2)
+    for _ in range(2):
+        attempts.call_now("begin", "a.parquet:0+4")
+    call(actor, batch(0, 4), batch(4, 8), batch(8, 12))
+    singles = [rows for rows in engine.together if any(k in rows for k in ["a.parquet:1"])]
+    assert singles == [["a.parquet:1"]]
+    assert sorted(row for rows in engine.together for row in rows) == sorted(
+        f"a.parquet:{n}" for n in range(12)
+    )
+
+
+def test_actors_that_only_die_end_the_run():
+    attempts = Attempts(num_actors=2)
+    for _ in range(2 + IN_VAIN):
+        attempts.actor_started()
+    attempts.died("no device")
+    with pytest.raises(RunFailed, match=f"actors died {IN_VAIN + 1} times .*: no device"):
+        attempts.actor_started()
+    attempts.finish("row")
+    attempts.actor_started()

@@ -6,29 +6,16 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from pipeline.errors import RunFailed
 from pipeline.records import completed_schema, output_schema
 from pipeline.store.commit import Committer
-from pipeline.store.files import Store
+from pipeline.store.lease import LEASE_NAME
 from pipeline.store.ledger import COMMITS, DATA, Ledger, read_totals
 from pipeline.store.listing import file_id
-from pipeline.store.plan import Plan, PlannedFile
+from pipeline.store.plan import Plan
 from pipeline.store.publish import publish_part, unpublished
 
 SCHEMA = completed_schema(["summary"], [])
-
-
-@pytest.fixture
-def store(tmp_path):
-    return Store(str(tmp_path / "out"))
-
-
-@pytest.fixture
-def plan():
-    files = [PlannedFile(name, name, 1, "", (rows,), rows) for name, rows in FILES.items()]
-    return Plan(tuple(files), unit_rows=4, rows_per_file=10, settings={})
-
-
-FILES = {"a.parquet": 23, "b.parquet": 4}
 
 
 def finished(file, start, stop, text="text", run_id="run"):
@@ -54,9 +41,9 @@ def ranges(ledger):
     return sorted((commit.file_id, commit.start, commit.stop) for commit in ledger.commits())
 
 
-def test_joined_units_are_committed_apart(store, plan):
+def test_joined_units_are_committed_apart(store, guard, plan):
     joined = pa.concat_tables([finished("a.parquet", 4, 23), finished("b.parquet", 0, 4)])
-    markers = Committer(store, plan, 0).commit(joined)
+    markers = Committer(guard, plan, 0).commit(joined)
     ledger = Ledger(store)
     assert len(ledger.refresh()) == len(markers) == 7
     a, b = file_id("a.parquet"), file_id("b.parquet")
@@ -66,30 +53,46 @@ def test_joined_units_are_committed_apart(store, plan):
     assert store.names(COMMITS) == sorted(markers)
 
 
-def test_runs_of_failed_rows_in_one_cell_are_committed_apart(store, plan):
+def test_runs_of_failed_rows_in_one_cell_are_committed_apart(store, guard, plan):
     joined = pa.concat_tables([finished("a.parquet", 4, 5), finished("a.parquet", 6, 8)])
-    Committer(store, plan, 1).commit(joined)
+    Committer(guard, plan, 1).commit(joined)
     ledger = Ledger(store)
     ledger.refresh()
     assert [(c.start, c.stop, c.generation) for c in ledger.commits()] == [(4, 5, 1), (6, 8, 1)]
 
 
-def test_nothing_is_nothing_to_commit(store, plan):
-    assert Committer(store, plan, 0).commit(SCHEMA.empty_table()) == []
+def test_run_that_lost_its_lease_commits_and_publishes_nothing(store, guard, plan):
+    part = next(part for part in plan.parts() if part.file.name == "b.parquet")
+    Committer(guard, plan, 0).commit(finished("b.parquet", 0, 4))
+    ledger = Ledger(store)
+    ledger.refresh()
+    store.put(LEASE_NAME, store.read(LEASE_NAME).replace(guard.token.encode(), b"another"))
+    with pytest.raises(RunFailed, match="took over"):
+        Committer(guard, plan, 0).commit(finished("a.parquet", 0, 4))
+    with pytest.raises(RunFailed, match="took over"):
+        publish_part(
+            guard, part, unpublished(ledger, part), None, output_schema(["summary"], []), {}
+        )
+    assert ledger.refresh() == []
+    assert [name for name in store.names() if name.endswith(".parquet")] == []
+
+
+def test_nothing_is_nothing_to_commit(store, guard, plan):
+    assert Committer(guard, plan, 0).commit(SCHEMA.empty_table()) == []
     assert store.names(COMMITS) == []
 
 
-def test_committer_is_small_on_the_wire(store, plan):
+def test_committer_is_small_on_the_wire(store, guard, plan):
     many = Plan(plan.files * 10_000, plan.unit_rows, plan.rows_per_file, plan.settings)
-    committer = Committer(store, many, 0)
+    committer = Committer(guard, many, 0)
     assert len(pickle.dumps(committer)) < 10_000
     assert len(pickle.loads(pickle.dumps(committer)).commit(finished("b.parquet", 0, 4))) == 1
 
 
 @pytest.mark.parametrize("seen_in_between", [True, False])
-def test_second_attempt_at_a_unit_is_counted_once(store, plan, seen_in_between):
+def test_second_attempt_at_a_unit_is_counted_once(store, guard, plan, seen_in_between):
     """An actor that dies after its commit and before its task returns: the task runs again."""
-    committer, ledger = Committer(store, plan, 0), Ledger(store)
+    committer, ledger = Committer(guard, plan, 0), Ledger(store)
     fresh, attempts = [], {}
     for text in ("first", "second"):
         rows = finished("b.parquet", 0, 4, text)
@@ -106,7 +109,7 @@ def test_second_attempt_at_a_unit_is_counted_once(store, plan, seen_in_between):
     part = next(part for part in plan.parts() if part.file.name == "b.parquet")
     commits = unpublished(ledger, part)
     assert [commit.marker for commit in commits] == [min(attempts)]
-    marker = publish_part(store, part, commits, None, output_schema(["summary"], []), {})
+    marker = publish_part(guard, part, commits, None, output_schema(["summary"], []), {})
     table = pq.read_table(store.path(part.name))
     assert table["summary"].to_pylist() == attempts[min(attempts)]
     totals = read_totals(store, marker)
@@ -119,12 +122,12 @@ def test_second_attempt_at_a_unit_is_counted_once(store, plan, seen_in_between):
     assert len(store.names(DATA)) == 1  # the loser's, until the end of the run
 
 
-def test_attempt_after_the_publication_changes_nothing(store, plan):
-    committer, ledger = Committer(store, plan, 0), Ledger(store)
+def test_attempt_after_the_publication_changes_nothing(store, guard, plan):
+    committer, ledger = Committer(guard, plan, 0), Ledger(store)
     part = next(part for part in plan.parts() if part.file.name == "b.parquet")
     committer.commit(finished("b.parquet", 0, 4, "first"))
     ledger.refresh()
-    publish_part(store, part, unpublished(ledger, part), None, output_schema(["summary"], []), {})
+    publish_part(guard, part, unpublished(ledger, part), None, output_schema(["summary"], []), {})
     while len(store.names(COMMITS)) < 8:  # some sort before the first, some after
         committer.commit(finished("b.parquet", 0, 4, "late"))
     assert ledger.refresh() == []
@@ -135,12 +138,12 @@ def test_attempt_after_the_publication_changes_nothing(store, plan):
         assert [unit for unit in known.pending_cells(plan) if unit.file.name == "b.parquet"] == []
 
 
-def test_publishing_again_after_a_death_in_the_middle_of_deleting(store, plan):
-    committer, ledger = Committer(store, plan, 0), Ledger(store)
+def test_publishing_again_after_a_death_in_the_middle_of_deleting(store, guard, plan):
+    committer, ledger = Committer(guard, plan, 0), Ledger(store)
     part = next(part for part in plan.parts() if part.file.name == "a.parquet")
     committer.commit(finished("a.parquet", part.start, part.stop))
     ledger.refresh()
-    again = (store, part, unpublished(ledger, part), None, output_schema(["summary"], []), {})
+    again = (guard, part, unpublished(ledger, part), None, output_schema(["summary"], []), {})
     marker = publish_part(*again)
     assert store.names(DATA) == []
     written = store.read(part.name)

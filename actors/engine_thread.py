@@ -33,6 +33,7 @@ class EngineThread:
     def submit(self, request: GenerationRequest) -> "Future[Completion]":
         """Queue a row; the future ends with its completion or the engine's failure."""
         future: Future[Completion] = Future()
+        future.set_running_or_notify_cancel()  # a caller that gives up must not break this thread
         self._inbox.put((request, future))
         if self._failure is not None:
             self._fail_inbox(self._failure)

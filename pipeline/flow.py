@@ -183,7 +183,7 @@ def generate(
         return 0
     config = job.config
     attempts = _start_attempts(config.resources.num_actors)
-    report = functools.partial(_report_retries, attempts)
+    client = AttemptsClient(attempts)
     reducer = functools.partial(load_renderer, config, job.max_prompt_tokens)
     generator = {
         "engine_factory": factory,
@@ -191,14 +191,14 @@ def generate(
         "text_columns": config.text_columns,
         "run_id": run_id,
         "committer": Committer(guard, plan, units[0].generation),
-        "attempts": AttemptsClient(attempts),
+        "attempts": client,
         "row_attempts": config.faults.row_attempts,
         "json_logs": logs.wants_json(),
         "reducer": reducer if config.on_too_long == "map_reduce" else None,
     }
     in_flight = batches_in_flight(config, job.resolved.device, plan.unit_rows)
     # With GPUs `map_batches` insists on a batch size, which would cut units in pieces.
-    markers = _prompts(job, units, prompter, report).map_batches_internal(
+    markers = _prompts(job, units, prompter, client.add_retries).map_batches_internal(
         GenerationActor,
         fn_constructor_kwargs=generator,
         batch_size=None,
@@ -221,10 +221,6 @@ def _start_attempts(num_actors: int) -> Any:
     here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=True)
     remote = ray.remote(num_cpus=0, max_restarts=-1, max_task_retries=-1)(Attempts)
     return remote.options(scheduling_strategy=here).remote(num_actors)
-
-
-def _report_retries(attempts: Any, count: int) -> None:
-    attempts.add_retries.remote(count)
 
 
 def audit(

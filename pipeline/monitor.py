@@ -16,8 +16,7 @@ from pipeline.stats import RunTotals, fails_early
 from pipeline.store.lease import Lease, LeaseGuard
 from pipeline.store.ledger import Ledger, Publication
 from pipeline.store.plan import Part, Plan, Unit
-from pipeline.store.publish import publish_part, unpublished
-from pipeline.store.retry import take_retries
+from pipeline.store.publish import publish_and_count, unpublished
 
 _MAX_PUBLISHING = 2
 
@@ -44,7 +43,7 @@ class Publisher:
             self._pending[key] = self._pending.get(key, 0) + 1
         self._ready = [p for p in self._parts.values() if p.key not in self._pending]
         self._running: list[ray.ObjectRef] = []
-        self._publish = ray.remote(num_cpus=TASK_CPUS)(_publish)
+        self._publish = ray.remote(num_cpus=TASK_CPUS)(publish_and_count)
         self.retries = 0  # store operations that the tasks had to try again
 
     def committed(self, file_id: str, start: int) -> None:
@@ -87,11 +86,6 @@ class Publisher:
         for marker, retries in ray.get(done):
             self.retries += retries
             self._ledger.add_publication(Publication.parse(marker))
-
-
-def _publish(*args: Any) -> tuple[str, int]:
-    """`publish_part`, and how many store operations it had to try again."""
-    return publish_part(*args), take_retries()
 
 
 def watch(

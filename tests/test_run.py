@@ -241,7 +241,7 @@ def broken_publish(*_):
 
 def test_run_killed_before_publishing_publishes_without_generating(job, monkeypatch):
     with monkeypatch.context() as patch:
-        patch.setattr(monitor, "publish_part", broken_publish)
+        patch.setattr(monitor, "publish_and_count", broken_publish)
         with pytest.raises(RunFailed, match=r"no space left for the part; .* rows are committed"):
             job()
     assert not list(job.output.glob("*.parquet"))

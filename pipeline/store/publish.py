@@ -26,8 +26,14 @@ from pipeline.store.ledger import (
     write_marker,
 )
 from pipeline.store.plan import Part, Plan, Unit, part_name
+from pipeline.store.retry import take_retries
 
 _BATCH_ROWS = 1024  # decoded at once
+
+
+def publish_and_count(*args: Any) -> tuple[str, int]:
+    """`publish_part`, and how many store operations it had to try again."""
+    return publish_part(*args), take_retries()
 
 
 def publish_part(

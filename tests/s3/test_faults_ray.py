@@ -99,6 +99,7 @@ def test_driver_killed_at_point_after_point(job, proxy, texts):
     done = 0
     for fault in KILLS:
         driver = Driver(job, proxy.endpoint)
+        print(time.strftime("%X"), fault.path, driver.process.pid, flush=True)
         fault.action = driver.kill
         proxy.faults = [fault]
         code, output = driver.end()

@@ -66,7 +66,9 @@ class FileSystem:
 
         def list_now() -> list[dict[str, Any]]:
             self.fs.invalidate_cache(folder)
-            return list(self.fs.ls(folder, detail=True))
+            # Some servers show what is left of an emptied folder as an object in its place.
+            own = folder.rstrip("/")
+            return [e for e in self.fs.ls(folder, detail=True) if e["name"].rstrip("/") != own]
 
         try:
             return self.call(list_now, folder)

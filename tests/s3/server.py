@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import secrets
 import subprocess
 import sys
 import time
@@ -17,8 +18,9 @@ from tests.ports import free_ports
 
 WEED = Path(sys.executable).parent / "weed"
 BUCKETS = ("prompts", "outputs")
-KEY, SECRET = "test-writer", "test-secret-of-the-writer-7f31c9"
-READER_KEY, READER_SECRET = "test-reader", "test-secret-of-the-reader-52ab04"
+# At random, so that these lines, which jobs carry along, are no find of a secret.
+KEY, SECRET = "test-writer", secrets.token_hex(16)
+READER_KEY, READER_SECRET = "test-reader", secrets.token_hex(16)
 _IDENTITIES = {
     "identities": [
         {

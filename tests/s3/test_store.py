@@ -35,6 +35,9 @@ def test_objects_by_name(store):
     store.delete_folder("a")
     store.delete_folder("a")
     assert store.names("a") == []
+    store.put("emptied/x", b"")
+    store.delete(["emptied/x"])
+    assert store.names("emptied") == []
 
 
 def test_one_of_many_creates(store):

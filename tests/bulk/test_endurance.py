@@ -108,26 +108,55 @@ def test_client_that_leaves_frees_its_slot(fake, streamed):
         time.sleep(0.05)
 
 
-async def many(fake, count: int, max_tokens: int) -> list[tuple[int, float, str | None]]:
-    """(status, seconds, Retry-After) of requests that are sent at once."""
-    client = openai.AsyncOpenAI(
+Answer = tuple[int, float, str | None]
+
+
+def async_client(fake) -> openai.AsyncOpenAI:
+    return openai.AsyncOpenAI(
         base_url=f"{fake.url}/v1", api_key=fake.keys["alice"], max_retries=0, timeout=60
     )
 
-    async def one(n: int) -> tuple[int, float, str | None]:
-        started = time.monotonic()
-        messages = [{"role": "user", "content": f"Request {n}"}]
-        try:
-            await client.chat.completions.create(
-                model="tiny", messages=messages, max_tokens=max_tokens
-            )
-            return 200, time.monotonic() - started, None
-        except openai.RateLimitError as error:
-            wait = error.response.headers.get("retry-after")
-            return error.status_code, time.monotonic() - started, wait
 
-    async with client:
-        return await asyncio.gather(*(one(n) for n in range(count)))
+async def one(client: openai.AsyncOpenAI, n: int, max_tokens: int) -> Answer:
+    """(status, seconds, Retry-After)."""
+    started = time.monotonic()
+    messages = [{"role": "user", "content": f"Request {n}"}]
+    try:
+        await client.chat.completions.create(model="tiny", messages=messages, max_tokens=max_tokens)
+        return 200, time.monotonic() - started, None
+    except openai.RateLimitError as error:
+        wait = error.response.headers.get("retry-after")
+        return error.status_code, time.monotonic() - started, wait
+
+
+async def many(fake, count: int, max_tokens: int) -> list[Answer]:
+    """Requests that are sent at once."""
+    async with async_client(fake) as client:
+        return await asyncio.gather(*(one(client, n, max_tokens) for n in range(count)))
+
+
+async def refused(fake, count: int, wanted: int) -> list[str | None]:
+    """Sends long requests until `wanted` were told to come back, then hangs up; what they were
+    told."""
+    waits: list[str | None] = []
+    async with async_client(fake) as client:
+        tasks = {asyncio.create_task(one(client, n, 390)) for n in range(count)}
+        while tasks and len(waits) < wanted:
+            done, tasks = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            waits += [wait for status, _, wait in (t.result() for t in done) if status == 429]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+    return waits
+
+
+def test_excess_is_told_to_come_back(fake):
+    waits = asyncio.run(refused(fake, MAX_IN_FLIGHT + 50, 20))
+    assert len(waits) >= 20 and all(waits)
+    deadline = time.monotonic() + 15  # the others would take more than a minute
+    while ask(fake, "GET", "/readyz")[2]["in_flight"]:
+        assert time.monotonic() < deadline
+        time.sleep(0.2)
 
 
 def test_two_hundred_at_once(fake):

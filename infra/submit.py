@@ -18,6 +18,7 @@ from typing import Any
 
 FINAL = {"SUCCEEDED", "FAILED", "STOPPED"}
 RETRY_S = 120.0  # the dashboard or its agent may be late, and come back
+ANSWER_S = 60.0  # Ray's own client would wait for ever on a connection that fell silent
 POLL_S = 1.0
 
 
@@ -57,7 +58,11 @@ def connect(address: str | None) -> Any:
     """A client of the cluster's dashboard."""
     from ray.job_submission import JobSubmissionClient
 
-    return JobSubmissionClient(address)
+    class Client(JobSubmissionClient):  # type: ignore[misc]
+        def _do_request(self, *args: Any, **kwargs: Any) -> Any:
+            return super()._do_request(*args, **{"timeout": ANSWER_S, **kwargs})
+
+    return Client(address)
 
 
 def start(client: Any, options: argparse.Namespace) -> str:

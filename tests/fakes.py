@@ -131,9 +131,10 @@ def peak_mib(pid: int | str = "self") -> float:
 
 def main() -> None:
     """A job with the fake engine, for tests that kill it: `python tests/fakes.py JOURNAL SECONDS
-    CONFIG [--retry-failed] [--fail-all]`."""
+    CONFIG [--retry-failed] [--fail-all] [--incremental]`."""
     from pipeline.cli import errors_to_exit_codes
     from pipeline.config import load_config
+    from pipeline.incremental import Selection, run_incremental
     from pipeline.run import Options, run
 
     journal, seconds, config = sys.argv[1:4]
@@ -142,8 +143,11 @@ def main() -> None:
     )
     with errors_to_exit_codes():
         loaded = load_config([Path(config)], task="summarize")
+        factory = fake_factory(behaviour)
+        if "--incremental" in sys.argv:
+            sys.exit(run_incremental(loaded, Selection(settle_s=0.0), make_factory=factory))
         options = Options(retry_failed="--retry-failed" in sys.argv)
-        code = run(loaded, options, fake_factory(behaviour))
+        code = run(loaded, options, factory)
         print(f"driver peak: {peak_mib():.0f} MiB", flush=True)
         sys.exit(code)
 

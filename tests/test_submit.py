@@ -3,6 +3,7 @@
 import contextlib
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -12,7 +13,9 @@ from pathlib import Path
 import pyarrow.dataset
 import pytest
 
+from infra import submit as submit_script
 from tests.ports import free_ports
+from tests.s3.proxy import Fault, fault_proxy
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(300)]
 ROOT = Path(__file__).parents[1]
@@ -54,6 +57,10 @@ def head_node(folder: Path, *options: str, **variables: str) -> Iterator[dict[st
         yield environment
     finally:
         os.killpg(process.pid, signal.SIGTERM)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(timeout=3)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
         process.wait(timeout=60)
 
 
@@ -133,3 +140,23 @@ def test_wrapper_stops_its_job_if_asked(cluster, tmp_path):
     process.terminate()
     _, err = process.communicate(timeout=60)
     assert process.returncode == 143 and "long: STOPPED" in err
+
+
+def test_wrapper_outlives_lost_connections(cluster):
+    """Log and status are cut while the job runs: the exit code is the job's all the same."""
+    code = "import time; print('first', flush=True); time.sleep(6); print('last'); exit(5)"
+    log = Fault("reset", r"/api/jobs/cut/logs", first=3, times=4)
+    status = Fault("lost", r"/api/jobs/cut$", "GET", first=4, times=2)
+    with fault_proxy(int(cluster["RAY_API_SERVER_ADDRESS"].rpartition(":")[2]), log, status) as way:
+        process = wrapper({**cluster, "RAY_API_SERVER_ADDRESS": way.endpoint}, "cut", code)
+        out, err = process.communicate(timeout=120)
+    assert process.returncode == 5 and out.endswith("\nfirst\nlast\n"), err
+    assert log.struck >= 2 and status.struck == 2
+
+
+def test_wrapper_gives_up_on_a_silent_connection(monkeypatch):
+    monkeypatch.setattr(submit_script, "ANSWER_S", 0.2)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        monkeypatch.setenv("RAY_API_SERVER_ADDRESS", f"http://127.0.0.1:{silent.getsockname()[1]}")
+        with pytest.raises(OSError, match="timed out"):
+            submit_script.connect(None)

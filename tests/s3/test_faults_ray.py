@@ -49,12 +49,12 @@ def proxy(s3_server):
 class Driver:
     """A run of the fake engine in a process of its own, on the Ray of these tests."""
 
-    def __init__(self, job, endpoint=None, seconds_per_row=0.0):
+    def __init__(self, job, endpoint=None, seconds_per_row=0.0, options=()):
         job.config(endpoint)
         command = [sys.executable, "tests/fakes.py", job.folder / "journal", str(seconds_per_row)]
         address = ray.get_runtime_context().gcs_address
         self.process = subprocess.Popen(
-            [*command, job.folder / "config.yaml"],
+            [*command, job.folder / "config.yaml", *options],
             cwd=ROOT,
             env={**os.environ, "PYTHONPATH": str(ROOT), "RAY_ADDRESS": address},
             stdout=subprocess.PIPE,

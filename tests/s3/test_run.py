@@ -22,17 +22,18 @@ from tests.s3.server import READER_KEY, READER_SECRET, SECRET
 
 pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("ray_cluster")]
 ALL = [("a b/ä.parquet", i) for i in range(30)] + [("b.parquet", i) for i in range(20)]
+FILES = {"a b/ä.parquet": range(30), "b.parquet": range(30, 50)}
 
 
 class S3Job:
     """A run with the fake engine whose input and output lie on the server."""
 
-    def __init__(self, server, model, folder):
+    def __init__(self, server, model, folder, files=FILES):
         self.server, self.model, self.folder = server, model, folder
         self.name = uuid.uuid4().hex
         self.output = f"s3://outputs/{self.name}/out"
         client = server.client()
-        for name, numbers in {"a b/ä.parquet": range(30), "b.parquet": range(30, 50)}.items():
+        for name, numbers in files.items():
             texts = [f"The mill number {n} stands by the river." for n in numbers]
             with client.open(f"prompts/{self.name}/{name}", "wb") as file:
                 pq.write_table(pa.table({"text": texts}), file, row_group_size=7)

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from pipeline.cli import ConfigFiles, PrintConfig, errors_to_exit_codes, quiet_libraries
-from pipeline.config import dump_yaml, load_config
+from pipeline.config import dump_yaml, load_endpoint_config
 from pipeline.errors import ConfigError
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
@@ -27,8 +27,7 @@ def main(
     ] = None,
 ) -> None:
     with errors_to_exit_codes():
-        overrides = ["input.path=(requests)", *(set_ or [])]
-        loaded = load_config(config or [], overrides, task="summarize")
+        loaded = load_endpoint_config(config or [], set_ or [])
         if print_config:
             print(dump_yaml(loaded), end="")
             return

@@ -160,6 +160,15 @@ def load_config(
         raise _first_problem(error) from None
 
 
+def load_endpoint_config(files: Sequence[str | Path], overrides: Iterable[str] = ()) -> RunConfig:
+    """As `load_config`, of an endpoint: its input are requests.
+
+    Raises:
+        ConfigError: as `load_config`.
+    """
+    return load_config(files, ["input.path=(requests)", *overrides], task="summarize")
+
+
 def dump_yaml(config: RunConfig) -> str:
     """The resolved config as YAML that `--config` accepts again, secrets of stores apart."""
     dumped = config.model_dump(mode="json")

@@ -1,6 +1,7 @@
 """`ray job submit` and `infra/submit.py` against a standing cluster: as in production."""
 
 import contextlib
+import json
 import os
 import signal
 import socket
@@ -10,8 +11,10 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import openai
 import pyarrow.dataset
 import pytest
+import yaml
 
 from infra import submit as submit_script
 from tests.ports import free_ports
@@ -160,3 +163,50 @@ def test_wrapper_gives_up_on_a_silent_connection(monkeypatch):
         monkeypatch.setenv("RAY_API_SERVER_ADDRESS", f"http://127.0.0.1:{silent.getsockname()[1]}")
         with pytest.raises(OSError, match="timed out"):
             submit_script.connect(None)
+
+
+def test_endpoint_deployed_by_serves_own_config(cluster, tiny_model_dir, tmp_path):
+    """`serve deploy` of infra/serve.yaml, as KubeRay does it: a request, then a whole batch."""
+    (port,) = free_ports(1)
+    settings = {
+        "output": {"path": str(tmp_path / "store")},
+        "model": {"target": str(tiny_model_dir)},
+        "decoding": {"max_new_tokens": 4},
+        "serve": {"port": port, "model_name": "tiny", "parallel_batches": 1},
+    }
+    (tmp_path / "endpoint.yaml").write_text(yaml.safe_dump(settings))
+    deployed = yaml.safe_load((ROOT / "infra/serve.yaml").read_text())
+    deployed["http_options"] = {"host": "127.0.0.1", "port": port}
+    deployed["applications"][0]["args"]["config"] = str(tmp_path / "endpoint.yaml")
+    deployed["applications"][0]["runtime_env"] = {"env_vars": {"PYTHONPATH": str(ROOT)}}
+    (tmp_path / "serve.yaml").write_text(yaml.safe_dump(deployed))
+    command = [RAY.parent / "serve", "deploy", tmp_path / "serve.yaml"]
+    command += ["--address", cluster["RAY_API_SERVER_ADDRESS"]]
+    done = subprocess.run(command, env=cluster, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    client = openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0)
+    until(lambda: [model.id for model in client.models.list()] == ["tiny"], openai.OpenAIError)
+    alone = client.completions.create(model="tiny", prompt="The mill", max_tokens=4)
+    assert alone.usage.completion_tokens
+    line = {"custom_id": "a", "method": "POST", "url": "/v1/completions"}
+    line["body"] = {"model": "tiny", "prompt": "The mill", "max_tokens": 4}
+    file = client.files.create(file=("in.jsonl", json.dumps(line).encode()), purpose="batch")
+    batch = client.batches.create(
+        input_file_id=file.id, endpoint="/v1/completions", completion_window="24h"
+    )
+    until(lambda: client.batches.retrieve(batch.id).status == "completed")
+    output = client.files.content(client.batches.retrieve(batch.id).output_file_id).text
+    answer = json.loads(output)
+    assert answer["custom_id"] == "a"
+    assert answer["response"]["body"]["choices"][0]["text"] == alone.choices[0].text
+
+
+def until(condition, *passing, seconds=120.0):
+    """Wait for a condition; exceptions of the kinds in `passing` are a not yet."""
+    deadline = time.monotonic() + seconds
+    while True:
+        with contextlib.suppress(*passing):
+            if condition():
+                return
+        assert time.monotonic() < deadline
+        time.sleep(0.5)

@@ -31,6 +31,8 @@ APPLICATION = "draftmill"
 _NO_LIMIT = 100_000  # of requests at a replica: the API and the batches keep to limits of their own
 _BATCH_CPUS = 0.4  # what reading, rendering, committing and publishing of a batch reserve
 _POLL_S = 0.1
+# Access is logged by our own lines (see `generation`); Serve's would say it twice.
+_QUIET = LoggingConfig(encoding="JSON", log_level="WARNING", enable_access_log=False)
 MakeEngine = Callable[[], Any]
 
 
@@ -75,6 +77,24 @@ def start(
         make_engine: in place of the configured model.
         name: of the application; any but the first's is also the prefix of its paths.
     """
+    app = bind(config, resolved, make_engine, name)
+    http = {"host": config.serve.host, "port": config.serve.port}
+    prefix = "/" if name == APPLICATION else f"/{name}"
+    try:
+        serve.start(http_options=http, logging_config=_QUIET)
+        serve.run(app, name=name, route_prefix=prefix, logging_config=_QUIET)
+    except RuntimeError as error:
+        raise RunFailed(f"the endpoint did not start: {root_cause(error)}") from error
+    start_controller(config, name)
+
+
+def bind(
+    config: RunConfig,
+    resolved: Resolved,
+    make_engine: MakeEngine | None = None,
+    name: str = APPLICATION,
+) -> serve.Application:
+    """The deployments, for Serve to run. Arguments as for `start`."""
     reserved, threads = _cpus(config, resolved)
     engine = make_engine or partial(
         build_engine,
@@ -92,25 +112,16 @@ def start(
         graceful_shutdown_timeout_s=config.serve.shutdown_s,
         health_check_period_s=2,
         ray_actor_options={"num_cpus": reserved, "num_gpus": resolved.num_gpus},
+        logging_config=_QUIET,
     )(Replica)
     api = serve.deployment(
         name="Api",
         max_ongoing_requests=_NO_LIMIT,
         graceful_shutdown_timeout_s=config.serve.shutdown_s,
         ray_actor_options={"num_cpus": 0},
+        logging_config=_QUIET,
     )(Api)
-    bound = replicas.bind(config, resolved.max_model_len, engine)
-    # Access is logged by our own lines (see `generation`); Serve's would say it twice.
-    quiet = LoggingConfig(encoding="JSON", log_level="WARNING", enable_access_log=False)
-    http = {"host": config.serve.host, "port": config.serve.port}
-    prefix = "/" if name == APPLICATION else f"/{name}"
-    try:
-        serve.start(http_options=http, logging_config=quiet)
-        app = api.bind(config, bound, name)
-        serve.run(app, name=name, route_prefix=prefix, logging_config=quiet)
-    except RuntimeError as error:
-        raise RunFailed(f"the endpoint did not start: {root_cause(error)}") from error
-    start_controller(config, name)
+    return api.bind(config, replicas.bind(config, resolved.max_model_len, engine), name)
 
 
 def start_controller(config: RunConfig, name: str = APPLICATION) -> Any:

@@ -81,10 +81,11 @@ class Volume(Strict):
     configMap: Metadata | None = None
     persistentVolumeClaim: dict[Literal["claimName", "readOnly"], Any] | None = None
     emptyDir: dict[Literal["medium", "sizeLimit"], str] | None = None
+    secret: dict[Literal["secretName"], Name] | None = None
 
     @model_validator(mode="after")
     def _one_source(self) -> "Volume":
-        given = [self.configMap, self.persistentVolumeClaim, self.emptyDir]
+        given = [self.configMap, self.persistentVolumeClaim, self.emptyDir, self.secret]
         assert sum(source is not None for source in given) == 1
         return self
 
@@ -169,6 +170,22 @@ class RayJob(Strict):
     spec: RayJobSpec
 
 
+class RayServiceSpec(Strict):
+    serveConfigV2: str
+    upgradeStrategy: dict[
+        Literal["type"], Literal["NewCluster", "NewClusterWithIncrementalUpgrade", "None"]
+    ]
+    rayClusterDeletionDelaySeconds: Annotated[int, Field(ge=0)]
+    rayClusterConfig: ClusterSpec
+
+
+class RayService(Strict):
+    apiVersion: Literal["ray.io/v1"]
+    kind: Literal["RayService"]
+    metadata: Metadata
+    spec: RayServiceSpec
+
+
 class JobSpec(Strict):
     backoffLimit: Annotated[int, Field(ge=0)]
     activeDeadlineSeconds: Annotated[int, Field(gt=0)]
@@ -203,5 +220,5 @@ class CronJob(Strict):
 
 
 KINDS: dict[str, type[Strict]] = {
-    kind.__name__: kind for kind in (ConfigMap, RayCluster, RayJob, CronJob)
+    kind.__name__: kind for kind in (ConfigMap, RayCluster, RayJob, RayService, CronJob)
 }

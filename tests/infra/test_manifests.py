@@ -14,10 +14,14 @@ import ray
 import typer.main
 import yaml
 from pydantic import ValidationError
+from ray._common.utils import import_attr
+from ray.serve.schema import ServeDeploySchema
 
+from actors.bulk.app import APPLICATION
+from actors.bulk.builder import Arguments, build
 from infra import submit
 from pipeline.cli import make_app
-from pipeline.config import load_config
+from pipeline.config import load_config, load_endpoint_config
 from tests.infra.schemas import KINDS, is_cron
 
 ROOT = Path(__file__).parents[2]
@@ -32,7 +36,12 @@ def load(name):
 
 
 def clusters():
-    return [load("raycluster.yaml")["spec"], load("rayjob.yaml")["spec"]["rayClusterSpec"]]
+    """(cluster, the name of its config map)."""
+    return [
+        (load("raycluster.yaml")["spec"], "draftmill-translate"),
+        (load("rayjob.yaml")["spec"]["rayClusterSpec"], "draftmill-translate"),
+        (load("rayservice.yaml")["spec"]["rayClusterConfig"], "draftmill-serve"),
+    ]
 
 
 def containers(node):
@@ -58,6 +67,8 @@ def test_manifest_has_the_fields_of_its_kind(path):
         ("rayjob.yaml", ["spec", "clusterSelector"], {"ray.io/cluster": "x"}),
         ("rayjob.yaml", ["spec", "deletionStrategy"], {"deletionRules": []}),
         ("rayjob.yaml", ["metadata", "name"], "Draftmill_Translate"),
+        ("rayservice.yaml", ["spec", "serveConfig"], "x"),
+        ("rayservice.yaml", ["spec", "upgradeStrategy", "type"], "Rolling"),
         ("cronjob.yaml", ["spec", "schedule"], "60 * * * *"),
         ("cronjob.yaml", ["spec", "concurrencyPolicy"], "Allow"),
     ],
@@ -87,7 +98,7 @@ def test_cron_expressions(schedule, valid):
 def test_versions_agree():
     pinned = re.search(r"^ray==(\S+)$", (INFRA / "constraints.txt").read_text(), re.MULTILINE)[1]
     assert pinned == ray.__version__
-    assert {cluster["rayVersion"] for cluster in clusters()} == {pinned}
+    assert {cluster["rayVersion"] for cluster, _ in clusters()} == {pinned}
     assert pinned.startswith("2.60.") and "ray[data,serve]==2.60.*" in _dependencies()
     for line in (INFRA / "constraints.txt").read_text().splitlines()[1:]:
         assert re.fullmatch(r"[\w.-]+==[\w.]+", line), line
@@ -137,25 +148,61 @@ def test_cron_job_submits_to_the_standing_cluster():
     zoneinfo.ZoneInfo(load("cronjob.yaml")["spec"]["timeZone"])
 
 
-def test_the_config_is_a_run(tmp_path):
-    config = load("config.yaml")
-    for name, text in config["data"].items():
-        (tmp_path / name).write_text(text)
-    loaded = load_config([tmp_path / "translate.yaml"], task="translate")
-    for cluster in clusters():
+@pytest.fixture
+def configs(tmp_path):
+    """Name of the config map -> what it configures."""
+    for name in ("config.yaml", "serve-config.yaml"):
+        for file, text in load(name)["data"].items():
+            (tmp_path / file).write_text(text)
+    return {
+        "draftmill-translate": load_config([tmp_path / "translate.yaml"], task="translate"),
+        "draftmill-serve": load_endpoint_config([tmp_path / "serve.yaml"]),
+    }
+
+
+def test_configs_fit_their_clusters(configs):
+    assert {
+        load("config.yaml")["metadata"]["name"],
+        load("serve-config.yaml")["metadata"]["name"],
+    } == set(configs)
+    for cluster, name in clusters():
         groups = [cluster["headGroupSpec"], *cluster["workerGroupSpecs"]]
         for spec in (group["template"]["spec"] for group in groups):
             volumes = {v["name"]: v for v in spec["volumes"]}
             mounts = {m["name"]: m["mountPath"] for m in spec["containers"][0]["volumeMounts"]}
-            assert volumes["config"]["configMap"]["name"] == config["metadata"]["name"]
+            assert volumes["config"]["configMap"]["name"] == name
             assert mounts["config"] == "/etc/draftmill"
-            assert loaded.model.target.startswith(mounts["models"] + "/")
-    assert sum(g["replicas"] for g in clusters()[0]["workerGroupSpecs"]) >= 2
+            assert configs[name].model.target.startswith(mounts["models"] + "/")
+        workers = cluster["workerGroupSpecs"]
+        assert sum(g["replicas"] for g in workers) >= configs[name].resources.num_actors
+
+
+def test_service_is_the_serve_config(configs):
+    service = load("rayservice.yaml")
+    deployed = yaml.safe_load(service["spec"]["serveConfigV2"])
+    assert deployed == yaml.safe_load((INFRA / "serve.yaml").read_text())
+    schema = ServeDeploySchema.model_validate(deployed)
+    (application,) = schema.applications
+    assert application.name == APPLICATION and application.route_prefix == "/"
+    assert import_attr(application.import_path) is build
+    arguments = Arguments.model_validate(application.args)
+    config = configs["draftmill-serve"]
+    assert arguments.config == "/etc/draftmill/serve.yaml"
+    assert (schema.http_options.host, schema.http_options.port) == (
+        config.serve.host,
+        config.serve.port,
+    )
+    spec = service["spec"]["rayClusterConfig"]["workerGroupSpecs"][0]["template"]["spec"]
+    mounts = {m["name"]: m["mountPath"] for m in spec["containers"][0]["volumeMounts"]}
+    assert config.serve.keys_file == f"{mounts['keys']}/keys.txt"
+    cores = int(spec["containers"][0]["resources"]["limits"]["cpu"])
+    assert config.resources.num_cpus + 0.4 * config.serve.parallel_batches / 2 <= cores
+    assert service["spec"]["rayClusterDeletionDelaySeconds"] > config.serve.shutdown_s
 
 
 def test_no_secret_is_inlined():
     secret = re.compile(
-        r"(?i)(AKIA[0-9A-Z]{16}|(secret|password|token)[\w-]*['\"]?\s*[:=]\s*\S{12,})"
+        r"(?i)(AKIA[0-9A-Z]{16}|(secret(?!name|ref)|password|token)[\w-]*['\"]?\s*[:=]\s*[^\s{]\S{11,})"
     )
     files = [p for p in INFRA.rglob("*") if p.is_file() and p.suffix in {".yaml", ".service", ""}]
     assert len(files) > 4

@@ -113,12 +113,21 @@ def plan_shares(config: RunConfig, num_gpus: float) -> Shares:
             f"{actors} actors x {num_gpus:g} is more than the cluster's {gpus:g} GPUs; lower it "
             "or resources.num_actors",
         )
+    nodes = [node["Resources"].get("CPU", 0.0) for node in ray.nodes() if node["Alive"]]
     if asked != "auto":
         num_cpus = float(asked)
+        if _places(nodes, num_cpus) < actors:
+            raise ConfigError(
+                "resources.num_cpus",
+                f"{actors} actors x {num_cpus:g} do not fit nodes of "
+                f"{', '.join(f'{cpus:g}' for cpus in nodes)} cores; use auto, or fewer",
+            )
     elif num_gpus:
         num_cpus = min(1.0, _share(cores, actors))
     else:
         num_cpus = _share(cores, actors)
+        while num_cpus > 2 * TASK_CPUS and _places(nodes, num_cpus) < actors:
+            num_cpus = round(num_cpus - TASK_CPUS, 2)  # no actor spans nodes
     room = cores - 4 * TASK_CPUS
     if num_cpus * actors > room + 1e-6:
         raise ConfigError(
@@ -127,6 +136,11 @@ def plan_shares(config: RunConfig, num_gpus: float) -> Shares:
             f"for reading and writing; use auto, or at most {room / actors:.2f}",
         )
     return Shares(round(num_cpus, 2), num_gpus)
+
+
+def _places(nodes: Sequence[float], num_cpus: float) -> int:
+    """Actors that nodes of as many cores have room for, one by one."""
+    return sum(int(cpus / num_cpus + 1e-9) for cpus in nodes) if num_cpus else 1 << 30
 
 
 def _share(cores: float, actors: int) -> float:

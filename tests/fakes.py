@@ -22,6 +22,7 @@ class Behaviour:
 
     journal: str | None = None  # file that gets a line per generated row, with the process id
     seconds_per_row: float = 0.0
+    slow_until: str | None = None  # file that ends the slowness
     fail_rows: tuple[str, ...] = ()  # row keys that end in `error`
     fail_all: bool = False
     break_at: str | None = None  # row key at which the engine itself fails
@@ -55,7 +56,7 @@ class FakeEngine:
 
     def _complete(self, request: GenerationRequest) -> Completion:
         behaviour = self._behaviour
-        if behaviour.seconds_per_row:
+        if behaviour.seconds_per_row and not Path(behaviour.slow_until or "").is_file():
             time.sleep(behaviour.seconds_per_row)
         if request.row_key in behaviour.kill_at:
             os.kill(os.getpid(), signal.SIGKILL)

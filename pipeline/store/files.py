@@ -49,6 +49,13 @@ class Store(FileSystem):
         prefix = f"{folder}/" if folder else ""
         return sorted(prefix + name for name, _ in self._files(folder))
 
+    def names_with(self, prefix: str) -> list[str]:
+        """Names of objects that begin with `folder/begin`, sorted; S3 lists no others."""
+        if self.is_s3:
+            root = len(self.path("")) + 1
+            return sorted(entry["name"][root:] for entry in self.pages(self.path(prefix)))
+        return [name for name in self.names(prefix.rpartition("/")[0]) if name.startswith(prefix)]
+
     def sizes(self, folder: str = "") -> dict[str, int]:
         """Bytes of the objects directly in a folder, by name."""
         prefix = f"{folder}/" if folder else ""

@@ -78,7 +78,7 @@ class FileSystem:
     def files_below(self, folder: str) -> Iterator[dict[str, Any]]:
         """Entries of all files below a folder, a page or a folder at a time."""
         if self.is_s3:
-            yield from self._pages(folder.rstrip("/") + "/")
+            yield from self.pages(folder.rstrip("/") + "/")
             return
         # Not find(): on disks it passes over folders that it may not read, with their rows.
         for entry in self.call(lambda: list(self.fs.ls(folder, detail=True)), folder):
@@ -87,8 +87,8 @@ class FileSystem:
             else:
                 yield entry
 
-    def _pages(self, prefix: str) -> Iterator[dict[str, Any]]:
-        """Entries of the keys with a prefix, a thousand at a time."""
+    def pages(self, prefix: str) -> Iterator[dict[str, Any]]:
+        """Entries of the keys of S3 with a prefix, a thousand at a time."""
         bucket, key, _ = self.fs.split_path(prefix)
         request: dict[str, Any] = {"Bucket": bucket, "Prefix": key}
         while True:

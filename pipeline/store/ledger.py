@@ -95,8 +95,13 @@ class Publication:
 
     @property
     def marker(self) -> str:
-        where = f"{self.file_id}.{self.index:05d}.g{self.generation}"
-        return f"{PUBLISHED}/{where}.{_format_counts(self.counts)}.json"
+        where = self.prefix(self.file_id, self.index, self.generation)
+        return f"{where}{_format_counts(self.counts)}.json"
+
+    @staticmethod
+    def prefix(file_id: str, index: int, generation: int) -> str:
+        """What the marker's name begins with, whatever the counts."""
+        return f"{PUBLISHED}/{file_id}.{index:05d}.g{generation}."
 
     @classmethod
     def parse(cls, marker: str) -> "Publication | None":

@@ -18,7 +18,6 @@ from pipeline.store.commit import check_written, to_parquet
 from pipeline.store.files import Store
 from pipeline.store.lease import LeaseGuard
 from pipeline.store.ledger import (
-    PUBLISHED,
     Commit,
     Ledger,
     Publication,
@@ -74,11 +73,8 @@ def publish_part(
 
 def _published_before(store: Store, part: Part, generation: int) -> str | None:
     """The marker, if this task ran before and died while it deleted what it had published."""
-    for name in store.names(PUBLISHED):
-        found = Publication.parse(name)
-        if found and (found.file_id, found.index, found.generation) == (*part.key, generation):
-            return name
-    return None
+    names = store.names_with(Publication.prefix(*part.key, generation))
+    return names[0] if names else None
 
 
 def published_texts(

@@ -28,7 +28,8 @@ def test_objects_by_name(store):
     store.put("a/deep/c", b"")
     assert store.read("a/b.json") == b"22"
     assert store.names("a") == ["a/b.json"]
-    assert store.names("nothing") == []
+    assert store.names("nothing") == [] == store.names_with("a/bc")
+    assert store.names_with("a/b") == ["a/b.json"]
     assert store.exists("a/b.json") and store.exists("a") and not store.exists("a/x")
     assert pickle.loads(pickle.dumps(store)).read("a/b.json") == b"22"
     store.delete(["a/b.json", "never"])

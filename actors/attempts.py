@@ -85,10 +85,3 @@ class AttemptsClient:
 
             return ray.get(getattr(self.handle, method).remote(*args))
         return getattr(self._here, method)(*args)
-
-    def add_retries(self, count: int) -> None:
-        """Note store operations that were tried again, without waiting for the answer."""
-        if self.handle:
-            self.handle.add_retries.remote(count)
-        else:
-            self.call_now("add_retries", count)

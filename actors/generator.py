@@ -117,7 +117,7 @@ class GenerationActor:
         await self._attempts.call("finish", batch)
         retries = take_retries()
         if retries:
-            self._attempts.add_retries(retries)
+            await self._attempts.call("add_retries", retries)
         return pa.table([names], schema=MARKERS)
 
     async def _together(self, keys: list[str], work: list[dict[str, Any]]) -> list["Result | None"]:

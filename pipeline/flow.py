@@ -198,6 +198,7 @@ def generate(
     config = job.config
     attempts = _start_attempts(config.resources.num_actors)
     client = AttemptsClient(attempts)
+    report = functools.partial(client.call_now, "add_retries")
     reducer = functools.partial(load_renderer, config, job.max_prompt_tokens)
     generator = {
         "engine_factory": factory,
@@ -212,7 +213,7 @@ def generate(
     }
     in_flight = batches_in_flight(config, job.resolved.device, plan.unit_rows)
     # With GPUs `map_batches` insists on a batch size, which would cut units in pieces.
-    markers = _prompts(job, units, prompter, client.add_retries).map_batches_internal(
+    markers = _prompts(job, units, prompter, report).map_batches_internal(
         GenerationActor,
         fn_constructor_kwargs=generator,
         batch_size=None,

@@ -127,7 +127,10 @@ def test_storage_variants_of_one_type_agree_and_others_do_not(corpus, tiny_model
             lambda folder: pq.write_table(pa.table({"id": ["a"]}), folder / "a.parquet"),
             "a.parquet has no column 'text'",
         ),
-        (lambda folder: [p.unlink() for p in folder.rglob("*.parquet")], "no Parquet file under"),
+        (
+            lambda folder: [p.unlink() for p in folder.rglob("*.parquet")],
+            "no Parquet or JSONL file under",
+        ),
     ],
 )
 def test_files_at_fault_are_named(corpus, tiny_model_dir, damage, message):

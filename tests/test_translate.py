@@ -10,6 +10,7 @@ import pyarrow.dataset
 import pyarrow.parquet as pq
 import pytest
 
+from actors.attempts import AttemptsClient
 from actors.generator import GenerationActor
 from actors.prompter import load_renderer
 from pipeline.config import load_config
@@ -51,7 +52,8 @@ def job(tiny_model_dir):
         renderer = functools.partial(load_renderer, config, limit)
         reducer = renderer if config.on_too_long == "map_reduce" else None
         actor = GenerationActor(
-            factory, kept, config.text_columns, "run", recorder, reducer=reducer
+            *(factory, kept, config.text_columns, "run", recorder, AttemptsClient(), 2),
+            reducer=reducer,
         )
         asyncio.run(actor(renderer().render_table(table)))
         return recorder.rows

@@ -251,7 +251,7 @@ def test_drafting_runs_interleave_control_steps_and_charge_the_drafter(
         max_length = 10_000
 
         def get_candidates(self, ids: torch.Tensor) -> tuple[torch.Tensor, None]:
-            time.sleep(0.01)
+            time.sleep(0.03)
             token = (right.get(ids.shape[1], 0) + 1) % 500
             return torch.cat([ids, torch.full((1, 5), token)], dim=1), None
 

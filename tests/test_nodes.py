@@ -60,11 +60,14 @@ class Nodes:
 
 @pytest.fixture
 def nodes():
-    nodes = Nodes()
+    nodes, before = Nodes(), alive()
     yield nodes
     for process in nodes.processes:
         nodes.lose(process.pid)
         process.wait()
+    deadline = time.monotonic() + 60
+    while alive() > before and time.monotonic() < deadline:  # tests that follow use the same Ray
+        time.sleep(0.2)
 
 
 def alive():

@@ -25,7 +25,7 @@ demo-translate: $(INSTALLED)
 	$(BIN)/python jobs/translate.py --config conf/demo_translate.yaml
 
 test: $(INSTALLED)
-	$(BIN)/python -m pytest -n 2 --dist loadfile
+	$(BIN)/python -m pytest
 
 # A million rows, and other long runs.
 soak: $(INSTALLED)

@@ -4,8 +4,6 @@ import os
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # before huggingface_hub reads it
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # before torch does; see pipeline.flow
-if "PYTEST_XDIST_WORKER" in os.environ:  # they share the cores
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from pathlib import Path
 from typing import Any

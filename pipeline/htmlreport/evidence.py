@@ -16,6 +16,7 @@ from pipeline.store.files import Store
 from pipeline.store.ledger import COMMITS, Commit, Ledger
 from pipeline.store.plan import Plan
 
+_MAX_PARTS = 500  # read one by one
 MAX_ROWS = 200_000  # rows whose statistics are read; of larger outputs a sample of whole parts
 _MAX_MARKERS = 1_000  # markers whose bodies are read, for the methods over time
 _SLOWEST = 10
@@ -74,10 +75,10 @@ def moments(store: Store, ledger: Ledger, run_id: str) -> list[Moment]:
 
 
 def read_rows(store: Store, plan: Plan) -> Rows:
-    """Statistics of all published rows; above `MAX_ROWS`, of parts spread evenly over them."""
+    """Statistics of all published rows; of too many, those of parts spread evenly over them."""
     parts = list(plan.parts())
     rows = Rows(of_rows=plan.num_rows)
-    stride = -(-plan.num_rows // MAX_ROWS)
+    stride = max(-(-plan.num_rows // MAX_ROWS), -(-len(parts) // _MAX_PARTS), 1)
     for part in parts[::stride]:
         if not store.exists(part.name):
             continue

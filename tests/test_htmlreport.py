@@ -12,14 +12,31 @@ import pyarrow.parquet as pq
 import pytest
 
 from pipeline.config import load_config
+from pipeline.htmlreport import evidence
 from pipeline.htmlreport.charts import seconds
-from pipeline.htmlreport.page import hide_password
+from pipeline.htmlreport.page import hide_password, write_report
 from pipeline.htmlreport.svg import _ticks, short, steps
+from pipeline.prepare import prepare
 from pipeline.run import Options, run
+from pipeline.store.ledger import Ledger
+from pipeline.store.plan import read_plan
 from tests.fakes import Behaviour, fake_factory
 
 CHROMIUM = shutil.which("chromium")
 ROWS = 40
+
+
+def config_of(folder, output, model):
+    sets = [
+        f"input.path={folder / 'mills & <b>.parquet'}",
+        f"output.path={output}",
+        "output.storage_options={auto_mkdir: true}",
+        "output.rows_per_file=8",
+        f"model.target={model}",
+        "input.unit_rows=4",
+        "faults.max_error_rate=0.5",
+    ]
+    return load_config([], sets, task="summarize")
 
 
 @pytest.fixture(scope="module")
@@ -28,18 +45,7 @@ def report(tmp_path_factory, tiny_model_dir, ray_cluster) -> Path:
     folder = tmp_path_factory.mktemp("report")
     texts = [f"Mill number {n}." for n in range(ROWS - 1)] + [""]
     pq.write_table(pa.table({"text": texts}), folder / "mills & <b>.parquet")
-    config = load_config(
-        [],
-        [
-            f"input.path={folder / 'mills & <b>.parquet'}",
-            f"output.path={folder / 'out'}",
-            "output.storage_options={auto_mkdir: true}",
-            f"model.target={tiny_model_dir}",
-            "input.unit_rows=4",
-            "faults.max_error_rate=0.5",
-        ],
-        task="summarize",
-    )
+    config = config_of(folder, folder / "out", tiny_model_dir)
     failing = tuple(f"mills & <b>.parquet:{n}" for n in (3, 17, 30))
     with (folder / "said").open("w") as said, contextlib.redirect_stdout(said):
         assert run(config, Options(), fake_factory(Behaviour(fail_rows=failing))) == 0
@@ -123,6 +129,20 @@ def test_page_is_never_wider_than_its_window(report, tmp_path, width):
     )
     shown = chromium(outer, "--allow-file-access-from-files", "--window-size=1300,1000")
     assert int(re.search(r"(\d+) wide", shown.stdout)[1]) <= width, shown.stdout[-300:]
+
+
+@pytest.mark.ray
+def test_sample_of_many_parts_is_called_one(report, tiny_model_dir, tmp_path, monkeypatch):
+    assert "of a sample" not in report.read_text()
+    folder, output = report.parents[2], tmp_path / "out"
+    shutil.copytree(report.parents[1], output)
+    job = prepare(config_of(folder, output, tiny_model_dir))
+    plan, ledger = read_plan(job.store), Ledger(job.store)
+    ledger.refresh()
+    monkeypatch.setattr(evidence, "_MAX_PARTS", 2)  # of five: each third is read
+    write_report(job, plan, ledger, json.loads((report.parent / "summary.json").read_text()))
+    text = text_of((output / "_run" / "report.html").read_text())
+    assert "Figures by row are of a sample: 16 of 40 rows." in text
 
 
 def test_ticks_are_round_and_reach_the_top():

@@ -17,7 +17,7 @@ from pipeline.store.ledger import COMMITS, Commit, Ledger
 from pipeline.store.plan import Plan
 
 _MAX_PARTS = 500  # read one by one
-MAX_ROWS = 200_000  # rows whose statistics are read; of larger outputs a sample of whole parts
+_MAX_ROWS = 200_000  # rows whose statistics are read; of larger outputs a sample of whole parts
 _MAX_MARKERS = 1_000  # markers whose bodies are read, for the methods over time
 _SLOWEST = 10
 _READERS = 16
@@ -43,6 +43,7 @@ class Rows:
 
     num_rows: int = 0
     of_rows: int = 0
+    is_sample: bool = False  # else rows may only be missing
     speedup: list[np.ndarray] = field(default_factory=list)
     acceptance: list[np.ndarray] = field(default_factory=list)
     latency: list[np.ndarray] = field(default_factory=list)
@@ -77,13 +78,15 @@ def moments(store: Store, ledger: Ledger, run_id: str) -> list[Moment]:
 def read_rows(store: Store, plan: Plan) -> Rows:
     """Statistics of all published rows; of too many, those of parts spread evenly over them."""
     parts = list(plan.parts())
-    rows = Rows(of_rows=plan.num_rows)
-    stride = max(-(-plan.num_rows // MAX_ROWS), -(-len(parts) // _MAX_PARTS), 1)
+    stride = max(-(-plan.num_rows // _MAX_ROWS), -(-len(parts) // _MAX_PARTS), 1)
+    rows = Rows(of_rows=plan.num_rows, is_sample=stride > 1)
     for part in parts[::stride]:
-        if not store.exists(part.name):
-            continue
-        with store.open(part.name) as handle:
-            _add(rows, pq.read_table(handle, columns=_COLUMNS))
+        try:
+            with store.open(part.name) as handle:
+                table = pq.read_table(handle, columns=_COLUMNS)
+        except FileNotFoundError:
+            continue  # not published
+        _add(rows, table)
     return rows
 
 

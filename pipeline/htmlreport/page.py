@@ -11,7 +11,7 @@ from jinja2 import Environment, StrictUndefined
 
 from pipeline.auditing import audit_lines
 from pipeline.htmlreport import REPORT_NAME, charts
-from pipeline.htmlreport.evidence import MAX_ROWS, Rows, moments, read_rows
+from pipeline.htmlreport.evidence import Rows, moments, read_rows
 from pipeline.prepare import Job
 from pipeline.progress import duration
 from pipeline.quality import quality_lines
@@ -41,7 +41,6 @@ def write_report(job: Job, plan: Plan, ledger: Ledger, summary: dict[str, Any]) 
         cards=[card for card in cards if card is not None],
         percentiles=charts.percentiles(rows),
         rows=rows,
-        sample_of=rows.of_rows if rows.num_rows < rows.of_rows > MAX_ROWS else None,
         control=_control(summary),
         audit=audit_lines(summary["audit"]),
         quality=quality_lines(summary["quality"]),

@@ -63,12 +63,12 @@ class FileSystem:
 
     def list(self, folder: str) -> list[dict[str, Any]]:
         """Entries directly in a folder, as they are now; empty where there is none."""
+        if self.is_s3:  # not ls(): it looks at the parent too, and passes over what fails there
+            return list(self.pages(folder.rstrip("/") + "/", Delimiter="/"))
 
         def list_now() -> list[dict[str, Any]]:
             self.fs.invalidate_cache(folder)
-            # Some servers show what is left of an emptied folder as an object in its place.
-            own = folder.rstrip("/")
-            return [e for e in self.fs.ls(folder, detail=True) if e["name"].rstrip("/") != own]
+            return list(self.fs.ls(folder, detail=True))
 
         try:
             return self.call(list_now, folder)
@@ -87,13 +87,20 @@ class FileSystem:
             else:
                 yield entry
 
-    def pages(self, prefix: str) -> Iterator[dict[str, Any]]:
-        """Entries of the keys of S3 with a prefix, a thousand at a time."""
+    def pages(self, prefix: str, **options: str) -> Iterator[dict[str, Any]]:
+        """Entries of the keys of S3 with a prefix, a thousand at a time.
+
+        Args:
+            options: `Delimiter="/"` gives folders in place of what is in them.
+        """
         bucket, key, _ = self.fs.split_path(prefix)
-        request: dict[str, Any] = {"Bucket": bucket, "Prefix": key}
+        request: dict[str, Any] = {"Bucket": bucket, "Prefix": key, **options}
         while True:
             ask = request.copy()
             page = self.call(lambda ask=ask: self.fs.call_s3("list_objects_v2", **ask), prefix)  # type: ignore[misc]
+            for folder in page.get("CommonPrefixes", []):
+                name = f"{bucket}/{folder['Prefix'].rstrip('/')}"
+                yield {"name": name, "size": 0, "type": "directory"}
             for found in page.get("Contents", []):
                 if not found["Key"].endswith("/"):  # marks a folder
                     name, size = f"{bucket}/{found['Key']}", found["Size"]

@@ -44,10 +44,9 @@ class Attempts:
         self._starts.pop(key, None)
         self._actors = 0
 
-    def died(self, reason: str) -> str:
+    def died(self, reason: str) -> None:
         """Note why an actor ends itself."""
         self._reason = reason
-        return reason
 
     def reason(self) -> str:
         """Why the last one died, as far as it could say."""

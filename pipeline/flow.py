@@ -196,8 +196,7 @@ def generate(
     if not units:
         return 0
     config = job.config
-    attempts = _start_attempts(config.resources.num_actors)
-    client = AttemptsClient(attempts)
+    client = AttemptsClient(_start_attempts(config.resources.num_actors))
     report = functools.partial(client.call_now, "add_retries")
     reducer = functools.partial(load_renderer, config, job.max_prompt_tokens)
     generator = {
@@ -228,7 +227,7 @@ def generate(
     )
     for _ in markers.iter_internal_ref_bundles():
         pass  # committed; keeping the references would pile them up here
-    return int(ray.get(attempts.retries.remote()))
+    return int(client.call_now("retries"))
 
 
 def _start_attempts(num_actors: int) -> Any:

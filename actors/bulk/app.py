@@ -82,7 +82,7 @@ def start(
     prefix = "/" if name == APPLICATION else f"/{name}"
     try:
         serve.start(http_options=http, logging_config=_QUIET)
-        serve.run(app, name=name, route_prefix=prefix, logging_config=_QUIET)
+        serve.run(app, name=name, route_prefix=prefix)
     except RuntimeError as error:
         raise RunFailed(f"the endpoint did not start: {root_cause(error)}") from error
     start_controller(config, name)

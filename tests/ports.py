@@ -2,6 +2,10 @@
 
 import socket
 
+# Ports of a Ray node that collide with another node's on the same host.
+NODE_PORTS = ["dashboard-agent-listen-port", "dashboard-agent-grpc-port", "node-manager-port"]
+NODE_PORTS += ["object-manager-port", "runtime-env-agent-port", "metrics-export-port"]
+
 
 def free_ports(count: int) -> list[int]:
     """Ports that nobody listens on, all different."""

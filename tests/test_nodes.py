@@ -20,7 +20,7 @@ import ray
 from pipeline.config import load_config
 from pipeline.run import run
 from tests.fakes import Behaviour, fake_factory
-from tests.ports import free_ports
+from tests.ports import NODE_PORTS, free_ports
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(240), pytest.mark.usefixtures("ray_cluster")]
 RAY = Path(sys.executable).parent / "ray"
@@ -35,9 +35,7 @@ class Nodes:
 
     def add(self):
         """Start one; the process group of its processes."""
-        names = ["node-manager-port", "object-manager-port", "dashboard-agent-listen-port"]
-        names += ["dashboard-agent-grpc-port", "runtime-env-agent-port", "metrics-export-port"]
-        ports = dict(zip(names, free_ports(len(names)), strict=True))
+        ports = dict(zip(NODE_PORTS, free_ports(len(NODE_PORTS)), strict=True))
         address = ray.get_runtime_context().gcs_address
         process = subprocess.Popen(
             [

@@ -17,16 +17,13 @@ import pytest
 import yaml
 
 from infra import submit as submit_script
-from tests.ports import free_ports
+from tests.ports import NODE_PORTS, free_ports
 from tests.s3.proxy import Fault, fault_proxy
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(300)]
 ROOT = Path(__file__).parents[1]
 RAY = Path(sys.executable).parent / "ray"
 
-
-NODE_PORTS = ["dashboard-agent-listen-port", "dashboard-agent-grpc-port", "node-manager-port"]
-NODE_PORTS += ["object-manager-port", "runtime-env-agent-port", "metrics-export-port"]
 HEAD_PORTS = ["port", "dashboard-port", *NODE_PORTS]
 
 

@@ -10,19 +10,13 @@ from pipeline.errors import StoreError
 from pipeline.store import filesystem, retry
 from pipeline.store.files import Store
 from pipeline.store.listing import list_input
-from tests.s3.proxy import Fault, fault_proxy
+from tests.s3.proxy import Fault
 
 
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch):
     monkeypatch.setattr(retry, "BASE_S", 0.01)
     retry.take_retries()
-
-
-@pytest.fixture
-def proxy(s3_server):
-    with fault_proxy(s3_server.port) as proxy:
-        yield proxy
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ from pipeline.status import clean_output, read_status, verify_output
 from pipeline.store import lease
 from pipeline.store.files import Store
 from pipeline.store.lease import LEASE_NAME, describe_holder
-from tests.s3.proxy import Fault, fault_proxy
+from tests.s3.proxy import Fault
 from tests.s3.test_run import ALL, S3Job
 
 pytestmark = [
@@ -38,12 +38,6 @@ def texts(s3_server, tiny_model_dir, tmp_path_factory):
     job = S3Job(s3_server, tiny_model_dir, tmp_path_factory.mktemp("undisturbed"))
     assert job.run() == 0
     return job.texts()
-
-
-@pytest.fixture
-def proxy(s3_server):
-    with fault_proxy(s3_server.port) as proxy:
-        yield proxy
 
 
 class Driver:

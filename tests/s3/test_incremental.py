@@ -11,7 +11,7 @@ from pipeline.errors import InputError
 from pipeline.incremental import Selection, dry_run
 from pipeline.status import verify_output
 from tests.s3.proxy import Fault
-from tests.s3.test_faults_ray import Driver, proxy  # noqa: F401
+from tests.s3.test_faults_ray import Driver
 from tests.s3.test_run import S3Job
 from tests.test_incremental import Runs
 
@@ -49,7 +49,7 @@ def runs(s3_server, tiny_model_dir, tmp_path):
     return S3Runs(s3_server, tiny_model_dir, tmp_path)
 
 
-def test_growing_prefix_with_kills(runs, proxy):  # noqa: F811
+def test_growing_prefix_with_kills(runs, proxy):
     runs.make("ds=1/a.parquet", range(6))
     for fault in (
         Fault("before", r"_run/commits/", "PUT", first=2),

@@ -41,6 +41,15 @@ def test_objects_by_name(store):
     assert store.names("emptied") == []
 
 
+def at_once(act, count):
+    """Call `act(n)` in as many threads, and wait for all."""
+    threads = [threading.Thread(target=act, args=(n,)) for n in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+
 def test_one_of_many_creates(store):
     won = []
 
@@ -48,11 +57,7 @@ def test_one_of_many_creates(store):
         if store.create("x", str(n).encode()):
             won.append(n)
 
-    threads = [threading.Thread(target=create, args=(n,)) for n in range(16)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    at_once(create, 16)
     assert len(won) == 1
     assert store.read("x") == str(won[0]).encode()
 
@@ -192,11 +197,7 @@ def test_lease_that_is_left_alone_is_taken_over_by_one_of_many(store):
         except LockedError as error:
             lost.append(error)
 
-    threads = [threading.Thread(target=take, args=(n,)) for n in range(5)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    at_once(take, 5)
     assert (len(won), len(lost)) == (1, 4)
     won[0].guard.check()
     won[0].__exit__(None, None, None)

@@ -10,7 +10,7 @@ exclusive mode. An open file handle is never used to write, since stores publish
 import hashlib
 import os
 import uuid
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -157,19 +157,31 @@ class Store(FileSystem):
         entries = (e["name"].rsplit("/", 1)[-1] for e in self.list(self.path(folder)))
         return [prefix + name for name in entries if name.startswith(_TEMPORARY)]
 
-    def abort_uploads(self) -> int:
+    def abort_uploads(self, page_size: int = 1000) -> int:
         """Drop the uploads in parts that were begun below the root and not ended; how many."""
         if not self.is_s3:
             return 0
-        bucket, key, _ = self.fs.split_path(self.path(""))
-        where = {"Bucket": bucket, "Prefix": f"{key}/" if key else ""}
-        ask = self.fs.call_s3
-        page = self.call(lambda: ask("list_multipart_uploads", **where), self.root)
-        uploads = page.get("Uploads", [])
+        uploads = list(self._uploads(page_size))
         for upload in uploads:
-            which = {"Bucket": bucket, "Key": upload["Key"], "UploadId": upload["UploadId"]}
-            self.call(lambda which=which: ask("abort_multipart_upload", **which), self.root)  # type: ignore[misc]
+            self._ask("abort_multipart_upload", upload)
         return len(uploads)
+
+    def _uploads(self, page_size: int) -> Iterator[dict[str, Any]]:
+        """Uploads in parts below the root, as requests name them."""
+        bucket, key, _ = self.fs.split_path(self.path(""))
+        where = {"Bucket": bucket, "Prefix": f"{key}/" if key else "", "MaxUploads": page_size}
+        while True:
+            page = self._ask("list_multipart_uploads", where)
+            for upload in page.get("Uploads", []):
+                yield {"Bucket": bucket, "Key": upload["Key"], "UploadId": upload["UploadId"]}
+            if not page.get("IsTruncated"):
+                return
+            where["KeyMarker"] = page["NextKeyMarker"]
+            where["UploadIdMarker"] = page["NextUploadIdMarker"]
+
+    def _ask(self, request: str, options: dict[str, Any]) -> Any:
+        """A request to S3 that concerns the root."""
+        return self.call(lambda: self.fs.call_s3(request, **options), self.root)
 
     def _put_if(self, name: str, data: bytes, **condition: str) -> bool:
         """A put that S3 does only under the condition.

@@ -102,6 +102,21 @@ def test_large_objects_go_in_parts_which_are_dropped_on_failure(store, s3_server
     assert s3_server.client().list_multipart_uploads("outputs") == []
 
 
+def test_uploads_that_nobody_ended_are_aborted_page_by_page(store, s3_server):
+    bucket, key, _ = store.fs.split_path(store.path("x"))
+    for name in (f"{key}{i}" for i in range(5)):
+        store.fs.call_s3("create_multipart_upload", Bucket=bucket, Key=name)
+    store.fs.call_s3("create_multipart_upload", Bucket=bucket, Key="another/upload")
+    assert store.abort_uploads(page_size=2) == 5
+    assert store.abort_uploads(page_size=2) == 0
+    left = s3_server.client().list_multipart_uploads(bucket)
+    assert [upload["Key"] for upload in left] == ["another/upload"]
+    for upload in left:
+        store.fs.call_s3(
+            "abort_multipart_upload", Bucket=bucket, Key=upload["Key"], UploadId=upload["UploadId"]
+        )
+
+
 def test_odd_keys(s3_server):
     store = Store(
         f"s3://outputs/{uuid.uuid4().hex}/mit Leer+zeichen/für %41 ß", s3_server.options()

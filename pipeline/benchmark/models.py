@@ -6,8 +6,8 @@ from typing import Any
 
 from pipeline.decoding.checkpoint import materialize, read_config, resolve
 from pipeline.decoding.drafters.make import DrafterFiles
+from pipeline.decoding.layers import replace_layers
 from pipeline.decoding.loading import load_model, load_tokenizer, resolve_dtype
-from pipeline.decoding.packing import pack_linears
 from pipeline.errors import ConfigError
 
 
@@ -83,5 +83,5 @@ class _Files(DrafterFiles):
 
 
 def _packed(model: Any) -> Any:
-    pack_linears(model)
+    replace_layers(model)
     return model

@@ -10,9 +10,9 @@ from pipeline.decoding.checkpoint import estimate_memory, materialize, read_conf
 from pipeline.decoding.choosing import params_of
 from pipeline.decoding.drafters.make import DrafterCheckpoint, make_drafter
 from pipeline.decoding.engine import Engine
+from pipeline.decoding.layers import replace_layers
 from pipeline.decoding.loading import load_model, load_tokenizer, set_threads
 from pipeline.decoding.memory import slot_budget
-from pipeline.decoding.packing import pack_linears
 from pipeline.decoding.prefix import template_prefix
 from pipeline.decoding.reference import ReferenceEngine
 from pipeline.decoding.selftest import misfit
@@ -94,7 +94,7 @@ def _batched(
     num_gpus: float,
 ) -> Engine:
     device = model.device.type
-    pack_linears(model)
+    replace_layers(model)
     dtype = str(model.dtype).removeprefix("torch.")
     size = estimate_memory(read_config(resolve(str(folder))), dtype, None)
     asked = config.resources.step_tokens

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from pipeline.decoding import native
 from pipeline.decoding.steps import Step, active_step
 
 
@@ -39,8 +40,10 @@ class SlotCache:
         step = active_step()
         if layer_idx not in self._layers:
             self._layers[layer_idx] = (self._allocate(keys), self._allocate(values))
-        for part, new in zip(self._layers[layer_idx], (keys, values), strict=True):
-            _write(part, new[0], step)
+        storage, new = self._layers[layer_idx], (keys[0], values[0])
+        if not (step.decoding and native.write_rows(step, storage, new)):
+            for part, one in zip(storage, new, strict=True):
+                _write(part, one, step)
         return self.views(layer_idx, step)
 
     def views(self, layer_idx: int, step: Step) -> tuple[torch.Tensor, torch.Tensor]:

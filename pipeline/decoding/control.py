@@ -8,6 +8,7 @@ context, because both change the cost of a step. Too few of them means unknown, 
 import math
 from collections import Counter, defaultdict, deque
 from collections.abc import Mapping, Sequence
+from itertools import islice
 from typing import NamedTuple
 
 MIN_STEPS = 3  # evidence below which a bucket says nothing
@@ -75,10 +76,10 @@ class ControlClock:
         """Seconds per row of a plain step: mean of the last `AVERAGED_STEPS` control steps, or of
         the asking row's own `own_count` if those are more. None with fewer than `MIN_STEPS`.
         """
-        recorded = self._seconds.get(bucket, ())
-        if len(recorded) < MIN_STEPS:
+        recorded = self._seconds.get(bucket)
+        if recorded is None or len(recorded) < MIN_STEPS:
             return None
-        recent = list(recorded)[-max(own_count, AVERAGED_STEPS) :]
+        recent = list(islice(reversed(recorded), max(own_count, AVERAGED_STEPS)))
         return math.fsum(recent) / len(recent)
 
     def plain_row_seconds(

@@ -1,6 +1,6 @@
-/* Attention of decoding rows over a slot cache, on CPU. Compiled and called by native.py.
+/* What torch is slow at in a decode step on CPU. Compiled and called by native.py.
  *
- * Each row has a few query tokens (its last token and a draft) and K/V of its own length, so there
+ * Attention of decoding rows over a slot cache: each row has a few query tokens (its last token and a draft) and K/V of its own length, so there
  * is nothing to pad and nothing to mask: token j of a row sees the places up to its own. A step is
  * bound by reading K and V once; every (row, K/V head) is one piece of work.
  */
@@ -233,4 +233,66 @@ int attend_rows(const Task *t) {
         free(scratch);
     }
     return failed != 0;
+}
+
+/* New K and V of decoding rows into the slots' storage; all strides in bytes. */
+typedef struct {
+    const void *new_key, *new_value; /* [N, kv_heads, size], by strides */
+    void *key, *value;               /* [slots, kv_heads, places, size], contiguous, from the first slot on */
+    const int64_t *slots, *starts, *offsets;
+    int64_t rows, kv_heads, places;
+    int64_t key_token, key_head, value_token, value_head;
+    int64_t key_bytes, value_bytes; /* of one head of one token */
+} Write;
+
+void write_rows(const Write *w) {
+    for (int64_t row = 0; row < w->rows; row++)
+        for (int64_t token = w->offsets[row]; token < w->offsets[row + 1]; token++)
+            for (int64_t head = 0; head < w->kv_heads; head++) {
+                int64_t place = w->starts[row] + token - w->offsets[row];
+                int64_t at = (w->slots[row] * w->kv_heads + head) * w->places + place;
+                const char *k = (const char *)w->new_key + token * w->key_token + head * w->key_head;
+                const char *v = (const char *)w->new_value + token * w->value_token + head * w->value_head;
+                memcpy((char *)w->key + at * w->key_bytes, k, w->key_bytes);
+                memcpy((char *)w->value + at * w->value_bytes, v, w->value_bytes);
+            }
+}
+
+static inline float widen(uint16_t x) {
+    uint32_t bits = (uint32_t)x << 16;
+    float y;
+    memcpy(&y, &bits, 4);
+    return y;
+}
+
+/* out = x / sqrt(mean(x^2) + eps) * scale over rows of `size` numbers, `stride` apart in x and
+ * contiguous in out. scale: [size] or NULL. rounds: to bfloat16 before the scale too. */
+void rms_norm(const void *x, const float *scale, void *out, int64_t rows, int64_t stride, int64_t size,
+              float eps, int is_bfloat16, int rounds, int threads) {
+#pragma omp parallel for num_threads(threads) if (rows * size > 1 << 15)
+    for (int64_t row = 0; row < rows; row++) {
+        float sum = 0;
+        if (is_bfloat16) {
+            const uint16_t *from = (const uint16_t *)x + row * stride;
+            uint16_t *to = (uint16_t *)out + row * size;
+            for (int64_t i = 0; i < size; i++) sum += widen(from[i]) * widen(from[i]);
+            float factor = 1.0f / sqrtf(sum / size + eps);
+            if (rounds && scale)
+                for (int64_t i = 0; i < size; i++)
+                    to[i] = narrow(widen(narrow(widen(from[i]) * factor)) * scale[i]);
+            else if (scale)
+                for (int64_t i = 0; i < size; i++) to[i] = narrow(widen(from[i]) * factor * scale[i]);
+            else
+                for (int64_t i = 0; i < size; i++) to[i] = narrow(widen(from[i]) * factor);
+        } else {
+            const float *from = (const float *)x + row * stride;
+            float *to = (float *)out + row * size;
+            for (int64_t i = 0; i < size; i++) sum += from[i] * from[i];
+            float factor = 1.0f / sqrtf(sum / size + eps);
+            if (scale)
+                for (int64_t i = 0; i < size; i++) to[i] = from[i] * factor * scale[i];
+            else
+                for (int64_t i = 0; i < size; i++) to[i] = from[i] * factor;
+        }
+    }
 }

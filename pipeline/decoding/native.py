@@ -1,7 +1,8 @@
-"""The compiled attention of decoding rows on CPU: builds `attend.c` once per machine and calls it.
+"""What is compiled for decode steps on CPU: builds `kernels.c` once per machine and calls it.
 
 torch's attention reads K/V of a decode step at a third of the memory's speed, and must pad rows to
-a common length. Where no C compiler is at hand, it serves all the same: `available()` tells.
+a common length; its copies into the cache and its norms take many calls for little work. Where no
+C compiler is at hand, torch serves all the same: `available()` tells.
 """
 
 import ctypes
@@ -23,7 +24,7 @@ from pipeline.decoding.steps import Span, Step
 
 logger = logging.getLogger(__name__)
 
-_SOURCE = Path(__file__).with_name("attend.c")
+_SOURCE = Path(__file__).with_name("kernels.c")
 # Sums may be taken in any order, which is what makes them fast. Never -ffast-math: a library linked
 # with it makes the whole process flush subnormal numbers to zero. OpenMP's symbols are torch's: a
 # second runtime would compete with it for the cores.
@@ -38,9 +39,20 @@ _POINTERS = ("query", "key", "value", "out", "slots", "starts", "offsets", "sink
 _COUNTS = ("rows", "heads", "kv_heads", "head_dim", "value_dim", "query_token", "query_head")
 _STRIDES = ("key_slot", "key_head", "key_place", "value_slot", "value_head", "value_place")
 
+_WRITE_POINTERS = ("new_key", "new_value", "key", "value", "slots", "starts", "offsets")
+_WRITE_COUNTS = (
+    *("rows", "kv_heads", "places"),
+    *("key_token", "key_head", "value_token", "value_head", "key_bytes", "value_bytes"),
+)
+_NORM = (  # arguments of rms_norm
+    *(ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p),
+    *(ctypes.c_int64, ctypes.c_int64, ctypes.c_int64, ctypes.c_float),
+    *(ctypes.c_int, ctypes.c_int, ctypes.c_int),
+)
+
 
 class _Task(ctypes.Structure):
-    """`Task` of attend.c."""
+    """`Task` of kernels.c."""
 
     _fields_ = [
         *((name, ctypes.c_void_p) for name in _POINTERS),
@@ -49,6 +61,15 @@ class _Task(ctypes.Structure):
         ("softcap", ctypes.c_float),
         ("is_bfloat16", ctypes.c_int),
         ("threads", ctypes.c_int),
+    ]
+
+
+class _Write(ctypes.Structure):
+    """`Write` of kernels.c."""
+
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in _WRITE_POINTERS),
+        *((name, ctypes.c_int64) for name in _WRITE_COUNTS),
     ]
 
 
@@ -89,12 +110,32 @@ def attend_rows(
     """
     library = _library()
     assert library is not None
-    slots, starts, offsets = step.row_tensors
     out = query.new_empty(query.shape[0], query.shape[1], value.shape[3])
     sinks = None if sinks is None else sinks.float().contiguous()
-    task = _Task(
-        *(t.data_ptr() for t in (query, key, value, out, slots, starts, offsets)),
-        None if sinks is None else sinks.data_ptr(),
+    shapes = (query.shape, query.stride(), key.shape, key.stride(), value.shape, value.stride())
+    alike = (*shapes, query.dtype, scale, window, softcap)
+    task = step.tasks.get(alike)  # of a layer like this one: only the data are elsewhere
+    if task is None:
+        task = step.tasks[alike] = _task(step, query, key, value, scale, window, softcap)
+    task.query, task.key, task.value = query.data_ptr(), key.data_ptr(), value.data_ptr()
+    task.out, task.sinks = out.data_ptr(), None if sinks is None else sinks.data_ptr()
+    if library.attend_rows(ctypes.byref(task)):
+        raise MemoryError("can't allocate memory for attention scores")
+    return out
+
+
+def _task(
+    step: Step,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+) -> _Task:
+    slots, starts, offsets = (t.data_ptr() for t in step.row_tensors)
+    return _Task(
+        *(None, None, None, None, slots, starts, offsets, None),
         *(len(step.spans), query.shape[1], key.shape[1], query.shape[2], value.shape[3]),
         *query.stride()[:2],
         *key.stride()[:3],
@@ -105,9 +146,96 @@ def attend_rows(
         query.dtype == torch.bfloat16,
         torch.get_num_threads(),
     )
-    if library.attend_rows(ctypes.byref(task)):
-        raise MemoryError("can't allocate memory for attention scores")
+
+
+def write_rows(
+    step: Step,
+    storage: tuple[torch.Tensor, torch.Tensor],
+    new: tuple[torch.Tensor, torch.Tensor],
+) -> bool:
+    """Copy the K and V of a decode step to their places.
+
+    Args:
+        storage: of K and of V, `[slots, kv_heads, places, size]`, contiguous; the sizes may differ.
+        new: `[kv_heads, N, size]` of the same dtype.
+
+    Returns:
+        Whether it could: nothing is written where not.
+
+    Raises:
+        IndexError: if the step reaches beyond the storage.
+    """
+    (k, v), (new_k, new_v) = storage, new
+    fits = all(
+        x.device.type == "cpu" and x.stride(2) == 1 and x.dtype == y.dtype
+        for x, y in ((new_k, k), (new_v, v))
+    )
+    if not fits or not available():
+        return False
+    library = _library()
+    assert library is not None
+    alike = (k.shape, v.shape, k.dtype, new_k.stride(), new_v.stride())
+    write = step.tasks.get(alike)
+    if write is None:
+        if step.kv_len > k.shape[2] or step.first_slot + step.num_slots > k.shape[0]:
+            raise IndexError(f"the step reaches beyond {k.shape[0]} slots of {k.shape[2]} places")
+        slots, starts, offsets = (t.data_ptr() for t in step.row_tensors)
+        strides = [n * x.itemsize for x in new for n in (x.stride(1), x.stride(0))]
+        write = step.tasks[alike] = _Write(
+            *(None, None, None, None, slots, starts, offsets),
+            *(len(step.spans), k.shape[1], k.shape[2], *strides),
+            *(x.shape[3] * x.itemsize for x in storage),
+        )
+    first = step.first_slot
+    write.new_key, write.new_value = new_k.data_ptr(), new_v.data_ptr()
+    write.key = k.data_ptr() + first * k.stride(0) * k.itemsize
+    write.value = v.data_ptr() + first * v.stride(0) * v.itemsize
+    library.write_rows(ctypes.byref(write))
+    return True
+
+
+def rms_norm(
+    x: torch.Tensor, scale: torch.Tensor | None, eps: float, *, rounds: bool
+) -> torch.Tensor | None:
+    """`x / sqrt(mean(x^2) + eps) * scale` over the last axis, computed in float32.
+
+    Args:
+        x: `[..., size]`.
+        scale: float32 `[size]`, contiguous; None: 1.
+        rounds: to the dtype of `x` before the scale too, as Llama does.
+
+    Returns:
+        The same shape and dtype, contiguous; None if it is none of the dtypes or not on CPU.
+    """
+    if x.device.type != "cpu" or x.dtype not in _DTYPES or not available():
+        return None
+    library = _library()
+    assert library is not None
+    size = stride = x.shape[-1]
+    if not x.is_contiguous():
+        if _is_rows(x):
+            stride = x.stride(-2)
+        else:
+            x = x.contiguous()
+    out = torch.empty(x.shape, dtype=x.dtype)
+    library.rms_norm(
+        x.data_ptr(),
+        None if scale is None else scale.data_ptr(),
+        out.data_ptr(),
+        x.numel() // size if size else 0,
+        stride,
+        size,
+        eps,
+        x.dtype == torch.bfloat16,
+        rounds,
+        torch.get_num_threads(),
+    )
     return out
+
+
+def _is_rows(x: torch.Tensor) -> bool:
+    """Whether it is rows a constant stride apart, such as columns cut out of a matrix."""
+    return x.dim() > 1 and x.stride(-1) == 1 and x.numel() == x.shape[-1] * x.shape[-2]
 
 
 @functools.cache
@@ -143,11 +271,14 @@ def _agrees(dtype: torch.dtype) -> bool:
 @functools.cache
 def _library() -> ctypes.CDLL | None:
     try:
-        return ctypes.CDLL(str(_build()))
+        library = ctypes.CDLL(str(_build()))
+        library.rms_norm.argtypes = _NORM
+        library.rms_norm.restype = library.write_rows.restype = None
+        return library
     except (OSError, subprocess.SubprocessError) as error:
         detail = getattr(error, "stderr", None) or error
         reason = " ".join(str(detail).split())[:200]
-        logger.info("attention on CPU: torch's (no compiled one: %s)", reason)
+        logger.info("decode steps on CPU: torch's operators (no compiled ones: %s)", reason)
         return None
 
 
@@ -159,7 +290,7 @@ def _build() -> Path:
     identity = [_SOURCE.read_text(encoding="utf-8"), *_FLAGS, platform.machine(), _cpu()]
     name = hashlib.blake2b("\n".join(identity).encode(), digest_size=8).hexdigest()
     folder = cache_root() / "native"
-    path = folder / f"attend-{name}.so"
+    path = folder / f"kernels-{name}.so"
     if not path.exists():
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=folder) as scratch:  # several actors may build at once

@@ -57,6 +57,7 @@ class Step:
         self.max_count = max(self.counts)
         self.kv_len = max(span.stop for span in self.spans)
         self.masks: dict[Any, torch.Tensor] = {}  # kept by the attention, by its own keys
+        self.tasks: dict[Any, Any] = {}  # the same of what is compiled
         self._places: dict[tuple[int, int], torch.Tensor] = {}
 
     @property

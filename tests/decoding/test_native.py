@@ -7,6 +7,7 @@ import torch
 
 from pipeline.decoding import native
 from pipeline.decoding.attention import ragged_attention
+from pipeline.decoding.cache import SlotCache
 from pipeline.decoding.steps import Span, Step, running
 
 ROWS = [(0, 0, 1), (1, 36, 5), (3, 20, 2), (4, 99, 1), (7, 1, 3)]  # slot, start, tokens
@@ -92,6 +93,44 @@ def test_prompt_chunks(kind: str) -> None:
         )
     expected = exact(step, query, key, value, 0.3, **KINDS[kind])
     assert (out[0].double() - expected).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_writing_decoding_rows(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not native.available():
+        pytest.skip("no C compiler here")
+    step = Step([Span(slot, start, [0] * n) for slot, start, n in ROWS], decoding=True)
+    generator = torch.Generator().manual_seed(3)
+    # the shapes of rotated keys, and of values as a view of a projection's output
+    keys = torch.randn(1, 3, step.num_tokens, 20, generator=generator).to(dtype)
+    values = torch.randn(1, step.num_tokens, 3, 12, generator=generator).to(dtype).transpose(1, 2)
+    caches = []
+    for compiled in (True, False):
+        monkeypatch.setattr(native, "available", lambda compiled=compiled: compiled)
+        cache = SlotCache(9, 128)
+        with running(step):
+            for layer in range(2):
+                views = cache.update(keys + layer, values - layer, layer)
+                assert [v.shape[1:] for v in views] == [(3, 100, 20), (3, 100, 12)]
+        caches.append(cache)
+    assert "tasks" in vars(step) and step.tasks  # the first was compiled
+    for mine, torchs in zip(*(c._layers.values() for c in caches), strict=True):
+        for found, expected in zip(mine, torchs, strict=True):
+            assert torch.equal(found, expected) and found.count_nonzero()
+
+
+def test_writing_beyond_the_storage_is_refused() -> None:
+    if not native.available():
+        pytest.skip("no C compiler here")
+    cache = SlotCache(2, 16)
+    for span in (Span(1, 15, [0, 0]), Span(2, 0, [0])):
+        with (
+            running(Step([span], decoding=True)),
+            pytest.raises(IndexError, match="beyond 2 slots"),
+        ):
+            part = torch.ones(1, 3, len(span.token_ids), 8)
+            cache.update(part, part, 0)
+    assert not any(part.count_nonzero() for part in cache._layers[0])
 
 
 def test_without_a_compiler_torch_serves(monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:

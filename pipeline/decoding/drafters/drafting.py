@@ -36,6 +36,10 @@ class Drafting:
         return self.row.tokens + self.chain
 
     @property
+    def last_token(self) -> int:
+        return self.chain[-1] if self.chain else self.row.tokens[-1]
+
+    @property
     def position(self) -> Position:
         """Where its next token is chosen: the index that the target's choice will have."""
         row = self.row

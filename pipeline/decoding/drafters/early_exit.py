@@ -43,7 +43,7 @@ class EarlyExitDrafter(ModelDrafter):
         started = active = start_drafts(rows, limits)
         while active:
             spans = [
-                Span(d.row.slot, len(d.row.tokens) + len(d.chain) - 1, d.tokens[-1:])
+                Span(d.row.slot, len(d.row.tokens) + len(d.chain) - 1, [d.last_token])
                 for d in active
             ]
             step = Step(spans, decoding=True, device=self._runner.device)

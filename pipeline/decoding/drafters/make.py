@@ -18,8 +18,8 @@ from pipeline.decoding.drafters.mtp import MtpDrafter, load_layers
 from pipeline.decoding.drafters.mtp_drafter import SharedKvDrafter
 from pipeline.decoding.drafters.prompt_lookup import PromptLookupDrafter
 from pipeline.decoding.drafters.universal import UniversalDrafter
+from pipeline.decoding.layers import replace_layers
 from pipeline.decoding.loading import end_tokens, load_model, load_tokenizer
-from pipeline.decoding.packing import pack_linears
 from pipeline.decoding.selftest import misfit
 from pipeline.decoding.vocabulary import mismatch
 from pipeline.errors import ConfigError
@@ -57,7 +57,7 @@ class DrafterCheckpoint(DrafterFiles):
     @cached_property
     def _model(self) -> Any:
         model = load_model(self._folder, self._dtype, self._device, key=_KEY)
-        pack_linears(model)
+        replace_layers(model)
         return model
 
     def tokenizer(self) -> Any:

@@ -25,7 +25,7 @@ from pipeline.decoding.checkpoint import estimate_memory
 from pipeline.decoding.drafters.base import DraftRow
 from pipeline.decoding.drafters.drafting import DraftChooser, Drafting, ModelDrafter, start_drafts
 from pipeline.decoding.hidden import HiddenStates
-from pipeline.decoding.packing import pack_linears
+from pipeline.decoding.layers import replace_layers
 from pipeline.decoding.prefix import common_prefix
 from pipeline.decoding.runner import ModelRunner
 from pipeline.decoding.steps import Span, Step, packs, running
@@ -215,5 +215,5 @@ def load_layers(target: Any) -> Any:
     finally:
         target._keys_to_ignore_on_load_unexpected = known
     layers.to(target.device).eval().requires_grad_(False)
-    pack_linears(layers.layers)
+    replace_layers(layers.layers)
     return layers

@@ -64,26 +64,33 @@ class SharedKvDrafter(ModelDrafter):
     def propose(self, rows: Sequence[DraftRow], limits: Sequence[int]) -> list[list[int]]:
         """Draft tokens after each row's `tokens`: at most `limits[i]`, fewer where unsure."""
         started = active = start_drafts(rows, limits)
-        hidden = None
-        while active:
-            step = self._step(active)
-            hidden = self._hidden.read(step) if hidden is None else hidden
-            logits, hidden = self._run(step, active, hidden)
+        if not active:
+            return self._chooser.finish(rows, started)
+        step = self._step(active)
+        hidden = self._hidden.read(step)
+        while True:
+            logits, hidden = self._run(step, [d.last_token for d in active], hidden)
             self._chooser.extend(active, logits)
             going = [i for i, drafting in enumerate(active) if not drafting.is_over]
+            if not going:
+                break
             if len(going) < len(active):
                 active, hidden = [active[i] for i in going], hidden[going]
+                step = self._step(active)
         return self._chooser.finish(rows, started)
 
     def _step(self, active: Sequence[Drafting]) -> Step:
-        """Each row at its last place in the target's cache: it sees that and all before."""
-        spans = [Span(d.row.slot, len(d.row.tokens) - 2, d.tokens[-1:]) for d in active]
+        """Each row at its last place in the target's cache: it sees that and all before, for every
+        token of its draft."""
+        spans = [Span(d.row.slot, len(d.row.tokens) - 2, d.row.tokens[-1:]) for d in active]
         return Step(spans, decoding=True, device=self._target.device)
 
-    def _run(self, step: Step, active: Sequence[Drafting], hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """One pass: logits `[rows, vocab]` and states for the next `[rows, hidden_size]`."""
+    def _run(self, step: Step, tokens: list[int], hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """One pass over each row's last token: logits `[rows, vocab]` and states for the next
+        `[rows, hidden_size]`."""
         model = self._model
-        inputs = torch.cat([self._embed(step.token_ids[0]), hidden], -1)
+        ids = torch.tensor(tokens, device=self._target.device)
+        inputs = torch.cat([self._embed(ids), hidden], -1)
         shared = {k: self._target.cache.views(layer, step) for k, layer in self._sources.items()}
         with running(step):
             output = model.model(

@@ -22,8 +22,8 @@ from pipeline.decoding.drafters.base import Drafter, DraftRow
 from pipeline.decoding.drafters.drafting import DraftChooser
 from pipeline.decoding.drafters.make import DrafterCheckpoint, make_drafter
 from pipeline.decoding.drafters.universal import UniversalDrafter
+from pipeline.decoding.layers import replace_layers
 from pipeline.decoding.loading import load_model, load_tokenizer
-from pipeline.decoding.packing import pack_linears
 from pipeline.decoding.prefix import common_prefix
 from pipeline.records import Completion, GenerationRequest, SamplingParams
 from tests import zoo
@@ -70,7 +70,7 @@ def target(name: str) -> tuple[Any, Any]:
     """Loaded as for a run, with packed layers."""
     folder = zoo.path(name)
     model = load_model(folder, "float32", "cpu")
-    pack_linears(model)
+    replace_layers(model)
     return model, load_tokenizer(folder)
 
 

@@ -1,0 +1,28 @@
+"""Packed linear layers against plain ones, for every number of rows that is treated apart."""
+
+import pytest
+import torch
+from torch import nn
+
+from pipeline.decoding.packing import PackedLinear, pack_linears
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("bias", [False, True])
+def test_packed_layers_compute_the_same(bias: bool, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    plain = nn.Linear(256, 320, bias=bias).to(dtype)
+    model = nn.Sequential(plain)
+    if not pack_linears(model):
+        pytest.skip("this build of torch cannot pack")
+    packed = model[0]
+    assert type(packed) is PackedLinear
+    with torch.inference_mode():
+        for shape in ((1,), (2,), (3,), (4,), (5,), (17,), (1, 3), (2, 1), (1, 9), (0,)):
+            x = torch.randn(*shape, 256, dtype=torch.float32).to(dtype)
+            found, expected = packed(x), plain(x)
+            assert found.shape == expected.shape and found.dtype == dtype
+            tolerance = 1e-5 if dtype == torch.float32 else 2e-2
+            assert torch.allclose(found.float(), expected.float(), rtol=tolerance, atol=tolerance)
+        columns = torch.randn(2, 300)[:, 9 : 9 + 256].to(dtype)  # not contiguous
+        assert torch.allclose(packed(columns), plain(columns), rtol=2e-2, atol=2e-2)

@@ -1,7 +1,8 @@
 """Tiny models that are trained for real, in seconds: their drafts are accepted as real ones are.
 
 Each is a whole checkpoint folder, made on first use and kept in the user's cache under a hash of
-all that it is made from: recipe, text and versions of libraries. `python -m tests.zoo` makes all.
+all that it is made from: recipe, text and versions of libraries. `python -m tests.zoo` makes all,
+with `--wide` those for benchmarks too.
 """
 
 import hashlib
@@ -42,20 +43,31 @@ RECIPES = {
     "gemma4": Recipe(gemma.make_target),
     "gemma4_assistant": Recipe(assistant.make_assistant, ("gemma4",)),
 }
+# The same, wide enough that a step is arithmetic rather than calls: for benchmarks, not for tests.
+WIDE = {
+    "wide_target": Recipe(llama.make_wide_target),
+    "wide_draft": Recipe(llama.make_draft, ("wide_target",)),
+    "wide_layerskip": Recipe(llama.make_wide_layerskip),
+    "wide_deepseek": Recipe(deepseek.make_wide_target),
+    "wide_mtp1": Recipe(deepseek.make_mtp1, ("wide_deepseek",)),
+    "wide_mtp2": Recipe(deepseek.make_mtp2, ("wide_deepseek",)),
+    "wide_gemma4": Recipe(gemma.make_wide_target),
+    "wide_gemma4_assistant": Recipe(assistant.make_wide_assistant, ("wide_gemma4",)),
+}
 
 
 def path(name: str) -> Path:
-    """The checkpoint folder of a member of `RECIPES`; trained if it is not there yet."""
+    """The checkpoint folder of a member of `RECIPES` or `WIDE`; trained if it is not there yet."""
     root = Path(os.environ.get("DRAFTMILL_ZOO") or Path.home() / ".cache/draftmill/test-zoo")
     folder = root / f"{name}-{_key(name)}"
     if folder.exists():
         return folder
-    needs = [path(need) for need in RECIPES[name].needs]
+    needs = [path(need) for need in (RECIPES | WIDE)[name].needs]
     root.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=root, prefix=f".{name}-") as scratch:
         made = Path(scratch) / name
         with _alike():
-            RECIPES[name].make(made, *needs)
+            (RECIPES | WIDE)[name].make(made, *needs)
         try:
             made.rename(folder)
         except OSError:  # another process was faster
@@ -65,7 +77,7 @@ def path(name: str) -> Path:
 
 
 def _key(name: str) -> str:
-    recipe = RECIPES[name]
+    recipe = (RECIPES | WIDE)[name]
     sources: list[Any] = [tiny, corpus, training, inspect.getmodule(recipe.make)]
     digest = hashlib.sha256(corpus.text().encode())
     for source in sources:

@@ -1,6 +1,7 @@
 """Gemma 4's assistant, which drafts from the target's own K and V."""
 
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,25 +14,34 @@ from transformers.models.gemma4_assistant.modeling_gemma4_assistant import (
 )
 
 from tests.zoo import corpus
-from tests.zoo.gemma import KINDS, SHAPE, WINDOW
+from tests.zoo.gemma import KINDS, SHAPE, WIDE_HEADS, WINDOW
 from tests.zoo.training import imitation_loss, load, save, text_windows, train
 
 _DRAFT_TOKENS = 3  # that the assistant is trained to write in a row
 
 
 def make_assistant(folder: Path, source: Path) -> None:
+    _make_assistant(folder, source, SHAPE)
+
+
+def make_wide_assistant(folder: Path, source: Path) -> None:
+    """Of a target with wide heads: it is no wider itself."""
+    _make_assistant(folder, source, SHAPE | WIDE_HEADS)
+
+
+def _make_assistant(folder: Path, source: Path, shape: dict[str, Any]) -> None:
     """It reads what generation will feed it: the last token, the hidden state that predicted it,
     then its own states, and K and V of all places before that token."""
+    tokenizer, target = corpus.make_text_tokenizer(), load(source)
+    width = target.config.get_text_config().hidden_size
     text_config = AutoConfig.for_model(
         "gemma4_text",
         intermediate_size=192,
         num_hidden_layers=2,
         layer_types=KINDS,
         num_kv_shared_layers=2,
-        **SHAPE,
+        **shape,
     )
-    tokenizer, target = corpus.make_text_tokenizer(), load(source)
-    width = target.config.get_text_config().hidden_size
     model = Gemma4AssistantForCausalLM(
         Gemma4AssistantConfig(text_config=text_config, backbone_hidden_size=width)
     )

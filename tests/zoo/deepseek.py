@@ -11,21 +11,59 @@ from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
 from transformers.modeling_layers import MtpModel
 
 from tests.zoo import corpus
-from tests.zoo.training import imitation_loss, load, mixed_windows, save, train, train_on_text
+from tests.zoo.training import (
+    RATE,
+    WIDE_RATE,
+    imitation_loss,
+    load,
+    mixed_windows,
+    save,
+    train,
+    train_on_text,
+)
 
-_LAYERS = 3
+_SHAPE: dict[str, Any] = {
+    "hidden_size": 96,
+    "intermediate_size": 256,
+    "moe_intermediate_size": 128,
+    "num_hidden_layers": 3,
+    "q_lora_rank": 48,
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 16,
+    "initializer_range": 0.05,
+}
+_WIDE: dict[str, Any] = {
+    "hidden_size": 384,
+    "intermediate_size": 1024,
+    "moe_intermediate_size": 384,
+    "num_hidden_layers": 6,
+    "q_lora_rank": 192,
+    "kv_lora_rank": 128,
+    "qk_nope_head_dim": 64,
+    "qk_rope_head_dim": 32,
+    "v_head_dim": 64,
+    "initializer_range": 0.03,
+}
 _MTP_INITIAL = 0.05
 
 
 def make_target(folder: Path) -> None:
     """Without MTP layers."""
+    _train_target(folder, RATE, _SHAPE)
+
+
+def make_wide_target(folder: Path) -> None:
+    _train_target(folder, WIDE_RATE, _WIDE)
+
+
+def _train_target(folder: Path, rate: float, shape: dict[str, Any]) -> None:
     config = DeepseekV3Config(
+        **shape,
         vocab_size=512,
-        hidden_size=96,
-        intermediate_size=256,
-        moe_intermediate_size=128,
-        num_hidden_layers=_LAYERS,
-        first_k_dense_replace=_LAYERS,  # experts in MTP layers only, which never do without
+        # experts in MTP layers only, which never do without
+        first_k_dense_replace=shape["num_hidden_layers"],
         n_routed_experts=4,
         num_experts_per_tok=2,
         n_shared_experts=1,
@@ -34,13 +72,7 @@ def make_target(folder: Path) -> None:
         routed_scaling_factor=1.0,
         num_attention_heads=4,
         num_key_value_heads=4,
-        q_lora_rank=48,
-        kv_lora_rank=32,
-        qk_nope_head_dim=16,
-        qk_rope_head_dim=8,
-        v_head_dim=16,
         max_position_embeddings=2048,
-        initializer_range=0.05,
         num_nextn_predict_layers=0,
         bos_token_id=None,
         eos_token_id=2,
@@ -48,7 +80,7 @@ def make_target(folder: Path) -> None:
     )
     tokenizer = corpus.make_text_tokenizer()
     model = DeepseekV3ForCausalLM(config)
-    train_on_text(model, tokenizer, steps=180)
+    train_on_text(model, tokenizer, steps=180, rate=rate)
     save(model, tokenizer, folder)
 
 
@@ -82,7 +114,7 @@ def _make_mtp(folder: Path, source: Path, count: int) -> None:
     windows = mixed_windows(target, corpus.token_ids(tokenizer))
     train(mtp.layers.parameters(), loss, windows, steps=140)
     save(target, tokenizer, folder)
-    _add_layers(folder, mtp)
+    _add_layers(folder, mtp, target.config.num_hidden_layers)
 
 
 def make_layers(target: Any, count: int) -> Any:
@@ -122,9 +154,9 @@ def published_tensors(mtp: Any, num_hidden_layers: int) -> dict[str, Tensor]:
     return {name: tensor.detach().clone() for name, tensor in found.items()}
 
 
-def _add_layers(folder: Path, mtp: Any) -> None:
+def _add_layers(folder: Path, mtp: Any, num_hidden_layers: int) -> None:
     file = folder / "model.safetensors"
-    tensors = load_file(file) | published_tensors(mtp, _LAYERS)
+    tensors = load_file(file) | published_tensors(mtp, num_hidden_layers)
     save_file(tensors, file, metadata={"format": "pt"})
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     assert config["num_nextn_predict_layers"] == len(mtp.layers)

@@ -6,7 +6,7 @@ from typing import Any
 from transformers import AutoConfig, Gemma4ForCausalLM
 
 from tests.zoo import corpus
-from tests.zoo.training import save, train_on_text
+from tests.zoo.training import RATE, WIDE_RATE, save, train_on_text
 
 WINDOW = 32
 KINDS = ["sliding_attention", "full_attention"]
@@ -28,15 +28,22 @@ SHAPE: dict[str, Any] = {
 }
 
 
+WIDE_HEADS = {"head_dim": 64, "global_head_dim": 128}
+_WIDE: dict[str, Any] = {"hidden_size": 384, "initializer_range": 0.03, **WIDE_HEADS}
+
+
 def make_target(folder: Path) -> None:
-    config = AutoConfig.for_model(
-        "gemma4_text",
-        intermediate_size=256,
-        num_hidden_layers=4,
-        layer_types=KINDS * 2,
-        **SHAPE,
-    )
+    _train_target(folder, RATE, intermediate_size=256, num_hidden_layers=4, **SHAPE)
+
+
+def make_wide_target(folder: Path) -> None:
+    _train_target(folder, WIDE_RATE, intermediate_size=1024, num_hidden_layers=6, **(SHAPE | _WIDE))
+
+
+def _train_target(folder: Path, rate: float, **shape: Any) -> None:
+    kinds = KINDS * (shape["num_hidden_layers"] // len(KINDS))
+    config = AutoConfig.for_model("gemma4_text", layer_types=kinds, **shape)
     tokenizer = corpus.make_text_tokenizer()
     model = Gemma4ForCausalLM(config)
-    train_on_text(model, tokenizer, steps=180)
+    train_on_text(model, tokenizer, steps=180, rate=rate)
     save(model, tokenizer, folder)

@@ -10,6 +10,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from tests.zoo import corpus
 from tests.zoo.training import (
+    RATE,
+    WIDE_RATE,
     imitation_loss,
     load,
     mixed_windows,
@@ -26,14 +28,28 @@ _SMALL: dict[str, Any] = {
     "num_hidden_layers": 2,
     "tie_word_embeddings": True,
 }
+_WIDE: dict[str, Any] = {  # so that steps are mostly arithmetic
+    "hidden_size": 384,
+    "intermediate_size": 1024,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 6,
+    "initializer_range": 0.03,
+}
 EXIT_LAYER = 2
 _DROPPED = 0.2  # of the last layer; those before it less
 
 
 def make_target(folder: Path) -> None:
+    _train_target(folder, _model(), RATE)
+
+
+def make_wide_target(folder: Path) -> None:
+    _train_target(folder, _model(**_WIDE), WIDE_RATE)
+
+
+def _train_target(folder: Path, model: Any, rate: float) -> None:
     tokenizer = corpus.make_text_tokenizer()
-    model = _model()
-    train_on_text(model, tokenizer, steps=180)
+    train_on_text(model, tokenizer, steps=180, rate=rate)
     save(model, tokenizer, folder)
 
 
@@ -63,8 +79,15 @@ def make_other_tokenizer(folder: Path) -> None:
 def make_layerskip(folder: Path) -> None:
     """Source: Elhoushi et al. 2024, "LayerSkip", arXiv 2404.16710: layers are left out at random,
     the later the more often, and the head learns to read earlier layers too."""
+    _train_layerskip(folder, _model(num_hidden_layers=6), RATE)
+
+
+def make_wide_layerskip(folder: Path) -> None:
+    _train_layerskip(folder, _model(**_WIDE), WIDE_RATE)
+
+
+def _train_layerskip(folder: Path, model: Any, rate: float) -> None:
     tokenizer = corpus.make_text_tokenizer()
-    model = _model(num_hidden_layers=6)
     layers = model.model.layers
     dice = random.Random(0)
 
@@ -83,7 +106,8 @@ def make_layerskip(folder: Path) -> None:
                 total = total + scale * next_token_loss(logits, ids)
         return total
 
-    train(model.parameters(), loss, text_windows(corpus.token_ids(tokenizer)), steps=150)
+    windows = text_windows(corpus.token_ids(tokenizer))
+    train(model.parameters(), loss, windows, steps=150, rate=rate)
     save(model, tokenizer, folder)
 
 

@@ -14,6 +14,8 @@ BATCH = 8
 LENGTH = 160  # tokens of a window, as long as any row of the tests
 _OWN = 48  # windows that a model writes itself
 _OWN_PROMPT = 8
+RATE = 4e-3
+WIDE_RATE = 1.5e-3  # of models several times as wide
 
 
 def train(
@@ -22,7 +24,7 @@ def train(
     windows: Callable[[], Tensor],
     *,
     steps: int,
-    rate: float = 4e-3,
+    rate: float = RATE,
 ) -> None:
     """Minimise `loss_of` windows `[BATCH, LENGTH]` of token ids."""
     trained = list(parameters)
@@ -90,7 +92,7 @@ def load(folder: Path) -> Any:
     return model.eval().requires_grad_(False)
 
 
-def train_on_text(model: Any, tokenizer: Any, *, steps: int) -> None:
+def train_on_text(model: Any, tokenizer: Any, *, steps: int, rate: float = RATE) -> None:
     """Make a causal language model know the text."""
     model.train()
     train(
@@ -98,4 +100,5 @@ def train_on_text(model: Any, tokenizer: Any, *, steps: int) -> None:
         lambda ids: next_token_loss(model(ids, use_cache=False).logits, ids),
         text_windows(corpus.token_ids(tokenizer)),
         steps=steps,
+        rate=rate,
     )

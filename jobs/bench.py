@@ -116,7 +116,7 @@ def auto(
     max_new_tokens: Annotated[int, typer.Option(help="Per row.")] = 64,
     rows_per_slot: Annotated[int, typer.Option(help="Rows are as many times the slots.")] = 2,
     least_rows: Annotated[int, typer.Option(help="Rows at least.")] = 4,
-    repeats: Annotated[int, typer.Option(help="Interleaved runs.")] = 5,
+    repeats: Annotated[int, typer.Option(help="Runs side by side.")] = 5,
     dtype: DType = "auto",
     threads: Threads = CORES,
     chat: Annotated[bool, typer.Option(help="Prompts as user turns.")] = True,

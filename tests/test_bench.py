@@ -1,6 +1,7 @@
 """The benchmark commands on a tiny model: they count right and compare right. Speed is not tested:
 on a machine that is busy with other tests it means nothing."""
 
+import itertools
 import json
 import os
 import shutil
@@ -15,9 +16,11 @@ import torch
 from typer.testing import CliRunner
 
 from jobs.bench import app
+from pipeline.benchmark.engines import EngineContender, EngineSetup, run_together
 from pipeline.benchmark.machine import OthersCpu
+from pipeline.benchmark.models import Models
 from pipeline.benchmark.runs import Run, compare, medians, speedup
-from pipeline.benchmark.workload import render, shared_head
+from pipeline.benchmark.workload import load_workload, render, shared_head
 from tests.tiny import TEXT
 
 NEW_TOKENS = 6
@@ -266,3 +269,61 @@ def test_prompts_without_a_chat_template_are_taken_as_they_are():
             return {"input_ids": [len(text)]}
 
     assert render(Bare(), "four") == [4]
+
+
+def test_auto_beside_fixed_choices(tiny_model_dir: Path, prompts: Path, tmp_path: Path) -> None:
+    out = tmp_path / "auto.json"
+    options = {
+        "--model": tiny_model_dir,
+        "--prompts": prompts,
+        "--workloads": "summarization,random,copy",
+        "--slots": "1,2",
+        "--drafts": "2",
+        "--repeats": 2,
+        "--least-rows": 3,
+        "--max-new-tokens": NEW_TOKENS,
+        "--json": out,
+    }
+    result = run("auto", *(word for option in options.items() for word in option))
+    assert result.exit_code == 0, result.output
+    cases = json.loads(out.read_text())["cases"]
+    names = [(case["workload"], case["slots"]) for case in cases]
+    assert names == [(w, n) for w in ("summarization", "random", "copy") for n in (1, 2)]
+    for case in cases:
+        rates, runs = case["tokens_per_second"], case["runs"]
+        assert set(case["screened"]) == {"plain", "prompt_lookup:2"}
+        assert case["best"] in case["screened"]
+        assert {key: len(each) for key, each in runs.items()} == {"auto": 2, "best": 2, "plain": 2}
+        counts = {one["tokens"] for each in runs.values() for one in each}
+        assert len(counts) == 1  # drafts never change a row
+        if case["workload"] != "summarization":  # which may end early
+            assert counts == {case["rows"] * NEW_TOKENS}
+        assert case["auto_over_plain"] == pytest.approx(rates["auto"] / rates["plain"])
+        assert all(one["target_passes"] == one["tokens"] for one in runs["plain"])
+        assert all(0 < one["prefill_seconds"] < one["total_seconds"] for one in runs["auto"])
+
+
+def test_engines_side_by_side_do_what_each_does_alone(tiny_model_dir: Path, prompts: Path) -> None:
+    models = Models(str(tiny_model_dir), None, "float32")
+    workload = load_workload(
+        prompts, models.tokenizer, task=None, limit=None, max_new_tokens=NEW_TOKENS
+    )
+    setups = [EngineSetup("plain", 1), EngineSetup("prompt_lookup", 3, 2), EngineSetup("auto", 2)]
+    contenders = [EngineContender(setup.label, models, setup) for setup in setups]
+    order: list[int] = []
+    for i, contender in enumerate(contenders):
+        begin = contender.begin
+
+        def watched(*args: Any, i: int = i, begin: Any = begin) -> Any:
+            progress = begin(*args)
+            step = progress.step
+            progress.step = lambda: (order.append(i), step())
+            return progress
+
+        contender.begin = watched  # type: ignore[method-assign]
+    together = run_together(contenders, workload)
+    alone = [EngineContender(s.label, models, s).run(workload) for s in setups]
+    assert [one.tokens for one in together] == [one.tokens for one in alone]
+    assert len({tuple(map(tuple, one.tokens)) for one in together}) == 1
+    changes = sum(a != b for a, b in itertools.pairwise(order))
+    assert set(order) == {0, 1, 2} and changes >= len(PROMPTS) * NEW_TOKENS / 2

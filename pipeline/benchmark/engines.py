@@ -1,7 +1,7 @@
 """The contender `draftmill`: the batched engine with a method, slots and a draft length."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,7 +17,7 @@ from pipeline.decoding.memory import SlotBudget
 from pipeline.decoding.rows import Row
 from pipeline.decoding.timing import StepTimes
 from pipeline.errors import EngineError
-from pipeline.records import GenerationRequest, SamplingParams
+from pipeline.records import Completion, GenerationRequest, SamplingParams
 from pipeline.sections import DecodingConfig, Method
 from pipeline.stats import RunTotals
 
@@ -133,6 +133,10 @@ class EngineContender:
         Raises:
             EngineError: if a row fails.
         """
+        return run_together([self], workload)[0]
+
+    def begin(self, workload: Workload) -> "Progress":
+        """Queue all rows in an engine that is warmed up."""
         engine = make_engine(
             self._models,
             self.setup,
@@ -143,11 +147,54 @@ class EngineContender:
         sampling = replace(
             params(workload.max_new_tokens, workload.ignore_end), temperature=workload.temperature
         )
-        started = time.perf_counter()
         add_rows(engine, workload.prompts, sampling)
-        finish(engine)
-        seconds = time.perf_counter() - started
-        return _run_of(engine, seconds, drafts=self.setup.method != "plain")
+        return Progress(engine, drafts=self.setup.method != "plain")
+
+
+class Progress:
+    """An engine on its way through a workload."""
+
+    def __init__(self, engine: RecordingEngine, *, drafts: bool) -> None:
+        self.engine = engine
+        self._drafts = drafts
+        self._seconds = 0.0
+
+    @property
+    def num_computed(self) -> int:
+        """Tokens that are done with, of all rows."""
+        return sum(len(row.tokens) - 1 if row.end.tokens else row.num_cached for row in self._rows)
+
+    @property
+    def _rows(self) -> Iterable[Row]:
+        return self.engine.rows.values()
+
+    def step(self) -> None:
+        """One pass of the target.
+
+        Raises:
+            EngineError: if a row fails.
+        """
+        started = time.perf_counter()
+        completions = self.engine.step()
+        self._seconds += time.perf_counter() - started
+        check_rows(completions)
+
+    def result(self) -> Run:
+        """What came of it; `total_seconds` are those of its own steps."""
+        return _run_of(self.engine, self._seconds, drafts=self._drafts)
+
+
+def run_together(contenders: Sequence[EngineContender], workload: Workload) -> list[Run]:
+    """Generate all rows with each contender, side by side: whichever is furthest behind does its
+    next step. Whatever slows the machine down for a while then slows all of them down.
+
+    Raises:
+        EngineError: if a row fails.
+    """
+    all_ = [contender.begin(workload) for contender in contenders]
+    while running := [one for one in all_ if one.engine.num_unfinished]:
+        min(running, key=lambda one: one.num_computed).step()
+    return [one.result() for one in all_]
 
 
 def _run_of(engine: RecordingEngine, seconds: float, *, drafts: bool) -> Run:
@@ -187,9 +234,14 @@ def finish(engine: RecordingEngine) -> None:
         EngineError: if a row fails.
     """
     while engine.num_unfinished:
-        for completion in engine.step():
-            if completion.status != "ok":
-                raise EngineError(f"row {completion.row_key}: {completion.error}")
+        check_rows(engine.step())
+
+
+def check_rows(completions: Sequence[Completion]) -> None:
+    """Raises EngineError if a row failed."""
+    for completion in completions:
+        if completion.status != "ok":
+            raise EngineError(f"row {completion.row_key}: {completion.error}")
 
 
 def warm_up(engine: RecordingEngine, prompt: Sequence[int]) -> None:

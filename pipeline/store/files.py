@@ -10,7 +10,7 @@ exclusive mode. An open file handle is never used to write, since stores publish
 import hashlib
 import os
 import uuid
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -161,23 +161,18 @@ class Store(FileSystem):
         """Drop the uploads in parts that were begun below the root and not ended; how many."""
         if not self.is_s3:
             return 0
-        uploads = list(self._uploads(page_size))
-        for upload in uploads:
-            self._ask("abort_multipart_upload", upload)
-        return len(uploads)
-
-    def _uploads(self, page_size: int) -> Iterator[dict[str, Any]]:
-        """Uploads in parts below the root, as requests name them."""
         bucket, key, _ = self.fs.split_path(self.path(""))
         where = {"Bucket": bucket, "Prefix": f"{key}/" if key else "", "MaxUploads": page_size}
-        while True:
+        aborted: set[str] = set()
+        while True:  # always the first page: what is aborted leaves it, and not all stores go on
             page = self._ask("list_multipart_uploads", where)
-            for upload in page.get("Uploads", []):
-                yield {"Bucket": bucket, "Key": upload["Key"], "UploadId": upload["UploadId"]}
-            if not page.get("IsTruncated"):
-                return
-            where["KeyMarker"] = page["NextKeyMarker"]
-            where["UploadIdMarker"] = page["NextUploadIdMarker"]
+            left = [u for u in page.get("Uploads", []) if u["UploadId"] not in aborted]
+            for upload in left:
+                which = {"Bucket": bucket, "Key": upload["Key"], "UploadId": upload["UploadId"]}
+                self._ask("abort_multipart_upload", which)
+                aborted.add(upload["UploadId"])
+            if not left or not page.get("IsTruncated"):
+                return len(aborted)
 
     def _ask(self, request: str, options: dict[str, Any]) -> Any:
         """A request to S3 that concerns the root."""

@@ -114,7 +114,7 @@ def auto(
     drafter: Annotated[str | None, typer.Option(help="Drafter that auto may use.")] = None,
     exit_layer: Annotated[int | None, typer.Option(help="Exit that auto may use.")] = None,
     max_new_tokens: Annotated[int, typer.Option(help="Per row.")] = 64,
-    rows_per_slot: Annotated[int, typer.Option(help="Rows are as many times the slots.")] = 2,
+    rows_per_slot: Annotated[int, typer.Option(help="Rows are as many times the slots.")] = 6,
     least_rows: Annotated[int, typer.Option(help="Rows at least.")] = 4,
     repeats: Annotated[int, typer.Option(help="Runs side by side.")] = 5,
     dtype: DType = "auto",

@@ -99,7 +99,8 @@ def test_prompt_chunks(kind: str) -> None:
 def test_writing_decoding_rows(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     if not native.available():
         pytest.skip("no C compiler here")
-    step = Step([Span(slot, start, [0] * n) for slot, start, n in ROWS], decoding=True)
+    # the first slot is not the cache's first
+    step = Step([Span(slot + 1, start, [0] * n) for slot, start, n in ROWS], decoding=True)
     generator = torch.Generator().manual_seed(3)
     # the shapes of rotated keys, and of values as a view of a projection's output
     keys = torch.randn(1, 3, step.num_tokens, 20, generator=generator).to(dtype)

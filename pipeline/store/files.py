@@ -165,18 +165,14 @@ class Store(FileSystem):
         where = {"Bucket": bucket, "Prefix": f"{key}/" if key else "", "MaxUploads": page_size}
         aborted: set[str] = set()
         while True:  # always the first page: what is aborted leaves it, and not all stores go on
-            page = self._ask("list_multipart_uploads", where)
+            page = self.request("list_multipart_uploads", self.root, **where)
             left = [u for u in page.get("Uploads", []) if u["UploadId"] not in aborted]
             for upload in left:
                 which = {"Bucket": bucket, "Key": upload["Key"], "UploadId": upload["UploadId"]}
-                self._ask("abort_multipart_upload", which)
+                self.request("abort_multipart_upload", self.root, **which)
                 aborted.add(upload["UploadId"])
             if not left or not page.get("IsTruncated"):
                 return len(aborted)
-
-    def _ask(self, request: str, options: dict[str, Any]) -> Any:
-        """A request to S3 that concerns the root."""
-        return self.call(lambda: self.fs.call_s3(request, **options), self.root)
 
     def _put_if(self, name: str, data: bytes, **condition: str) -> bool:
         """A put that S3 does only under the condition.
@@ -187,7 +183,7 @@ class Store(FileSystem):
         bucket, key, _ = self.fs.split_path(self.path(name))
         ask = {"Bucket": bucket, "Key": key, "Body": data, **condition}
         try:
-            self.call(lambda: self.fs.call_s3("put_object", **ask), self.path(name))
+            self.request("put_object", self.path(name), **ask)
         except OSError as error:
             code = code_of(error)
             if code == "NotImplemented":

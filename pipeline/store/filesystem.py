@@ -52,6 +52,10 @@ class FileSystem:
         """
         return operation() if self.is_local else call(operation, self.fs.unstrip_protocol(path))
 
+    def request(self, method: str, path: str, **ask: Any) -> Any:
+        """A request to S3 on behalf of a path, as `call`; `ask`: as boto's client has it."""
+        return self.call(lambda: self.fs.call_s3(method, **ask), path)
+
     def info(self, path: str) -> dict[str, Any]:
         """The entry of a file or folder.
 
@@ -63,14 +67,14 @@ class FileSystem:
 
     def list(self, folder: str) -> list[dict[str, Any]]:
         """Entries directly in a folder, as they are now; empty where there is none."""
-        if self.is_s3:  # not ls(): it looks at the parent too, and passes over what fails there
-            return list(self.pages(folder.rstrip("/") + "/", Delimiter="/"))
 
         def list_now() -> list[dict[str, Any]]:
             self.fs.invalidate_cache(folder)
             return list(self.fs.ls(folder, detail=True))
 
         try:
+            if self.is_s3:  # not ls(): it looks at the parent too, and passes over what fails there
+                return list(self.pages(folder.rstrip("/") + "/", Delimiter="/"))
             return self.call(list_now, folder)
         except FileNotFoundError:
             return []
@@ -96,8 +100,7 @@ class FileSystem:
         bucket, key, _ = self.fs.split_path(prefix)
         request: dict[str, Any] = {"Bucket": bucket, "Prefix": key, **options}
         while True:
-            ask = request.copy()
-            page = self.call(lambda ask=ask: self.fs.call_s3("list_objects_v2", **ask), prefix)  # type: ignore[misc]
+            page = self.request("list_objects_v2", prefix, **request)
             for folder in page.get("CommonPrefixes", []):
                 name = f"{bucket}/{folder['Prefix'].rstrip('/')}"
                 yield {"name": name, "size": 0, "type": "directory"}
@@ -141,8 +144,7 @@ class FileSystem:
         bucket, key, _ = self.fs.split_path(path)
 
         def request(method: str, **more: Any) -> Any:
-            ask = {"Bucket": bucket, "Key": key, **more}
-            return self.call(lambda: self.fs.call_s3(method, **ask), path)
+            return self.request(method, path, Bucket=bucket, Key=key, **more)
 
         upload = request("create_multipart_upload")["UploadId"]
         try:

@@ -1,7 +1,7 @@
 """The contender `draftmill`: the batched engine with a method, slots and a draft length."""
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -162,11 +162,7 @@ class Progress:
     @property
     def num_computed(self) -> int:
         """Tokens that are done with, of all rows."""
-        return sum(len(row.tokens) - 1 if row.end.tokens else row.num_cached for row in self._rows)
-
-    @property
-    def _rows(self) -> Iterable[Row]:
-        return self.engine.rows.values()
+        return sum(row.num_cached for row in self.engine.rows.values())
 
     def step(self) -> None:
         """One pass of the target.

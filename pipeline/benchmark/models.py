@@ -15,7 +15,8 @@ class Models:
     """Target and drafter on CPU, loaded when they are first wanted.
 
     `stock` and `stock_drafter` are as transformers loads them, with its own attention; `target` and
-    `drafter` have packed linear layers, and an engine around them replaces their attention.
+    `drafter` have faster layers (see `replace_layers`), and an engine around them replaces their
+    attention.
 
     Raises:
         ConfigError: if a model cannot be found or loaded.

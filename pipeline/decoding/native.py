@@ -108,8 +108,6 @@ def attend_rows(
     Raises:
         MemoryError: no room for scores.
     """
-    library = _library()
-    assert library is not None
     out = query.new_empty(query.shape[0], query.shape[1], value.shape[3])
     sinks = None if sinks is None else sinks.float().contiguous()
     shapes = (query.shape, query.stride(), key.shape, key.stride(), value.shape, value.stride())
@@ -119,7 +117,7 @@ def attend_rows(
         task = step.tasks[alike] = _task(step, query, key, value, scale, window, softcap)
     task.query, task.key, task.value = query.data_ptr(), key.data_ptr(), value.data_ptr()
     task.out, task.sinks = out.data_ptr(), None if sinks is None else sinks.data_ptr()
-    if library.attend_rows(ctypes.byref(task)):
+    if _compiled().attend_rows(ctypes.byref(task)):
         raise MemoryError("can't allocate memory for attention scores")
     return out
 
@@ -172,8 +170,6 @@ def write_rows(
     )
     if not fits or not available():
         return False
-    library = _library()
-    assert library is not None
     alike = (k.shape, v.shape, k.dtype, new_k.stride(), new_v.stride())
     write = step.tasks.get(alike)
     if write is None:
@@ -190,7 +186,7 @@ def write_rows(
     write.new_key, write.new_value = new_k.data_ptr(), new_v.data_ptr()
     write.key = k.data_ptr() + first * k.stride(0) * k.itemsize
     write.value = v.data_ptr() + first * v.stride(0) * v.itemsize
-    library.write_rows(ctypes.byref(write))
+    _compiled().write_rows(ctypes.byref(write))
     return True
 
 
@@ -209,8 +205,6 @@ def rms_norm(
     """
     if x.device.type != "cpu" or x.dtype not in _DTYPES or not available():
         return None
-    library = _library()
-    assert library is not None
     size = stride = x.shape[-1]
     if not x.is_contiguous():
         if _is_rows(x):
@@ -218,7 +212,7 @@ def rms_norm(
         else:
             x = x.contiguous()
     out = torch.empty(x.shape, dtype=x.dtype)
-    library.rms_norm(
+    _compiled().rms_norm(
         x.data_ptr(),
         None if scale is None else scale.data_ptr(),
         out.data_ptr(),
@@ -266,6 +260,13 @@ def _agrees(dtype: torch.dtype) -> bool:
         if (out[rows] - expected).abs().max() > (1e-5 if dtype == torch.float32 else 2e-2):
             return False
     return True
+
+
+def _compiled() -> ctypes.CDLL:
+    """The library, where it is `available`."""
+    library = _library()
+    assert library is not None
+    return library
 
 
 @functools.cache

@@ -54,6 +54,7 @@ WIDE = {
     "wide_gemma4": Recipe(gemma.make_wide_target),
     "wide_gemma4_assistant": Recipe(assistant.make_wide_assistant, ("wide_gemma4",)),
 }
+_ALL = RECIPES | WIDE
 
 
 def path(name: str) -> Path:
@@ -62,12 +63,12 @@ def path(name: str) -> Path:
     folder = root / f"{name}-{_key(name)}"
     if folder.exists():
         return folder
-    needs = [path(need) for need in (RECIPES | WIDE)[name].needs]
+    needs = [path(need) for need in _ALL[name].needs]
     root.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=root, prefix=f".{name}-") as scratch:
         made = Path(scratch) / name
         with _alike():
-            (RECIPES | WIDE)[name].make(made, *needs)
+            _ALL[name].make(made, *needs)
         try:
             made.rename(folder)
         except OSError:  # another process was faster
@@ -77,7 +78,7 @@ def path(name: str) -> Path:
 
 
 def _key(name: str) -> str:
-    recipe = (RECIPES | WIDE)[name]
+    recipe = _ALL[name]
     sources: list[Any] = [tiny, corpus, training, inspect.getmodule(recipe.make)]
     digest = hashlib.sha256(corpus.text().encode())
     for source in sources:

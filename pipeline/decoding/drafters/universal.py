@@ -1,14 +1,10 @@
 """Drafts from a smaller model with another tokenizer, for all rows of a step at once.
 
 Rows and drafts are translated, by tokens or by text (see `translation`). Which of the two is better
-depends on the pair of models, so that both are tried on the first rows.
+depends on the pair of models, so that both are tried on the first rows (see `translation_trial`).
 """
 
-import logging
-import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Sequence
 from math import ceil
 from typing import Any
 
@@ -26,78 +22,10 @@ from pipeline.decoding.drafters.translation import (
     Translation,
     Vocabularies,
 )
+from pipeline.decoding.drafters.translation_trial import TranslationTrial
 from pipeline.decoding.memory import UNIVERSAL_PLACES
 
-logger = logging.getLogger(__name__)
-
 MIN_OVERLAP = 0.3  # of the draft model's vocabulary; by tokens it could say too little with less
-_TRIAL = 64  # verifications by each translation before one is chosen
-
-
-@dataclass
-class Tally:
-    """How a translation did. `seconds` are its own, passes of the draft model apart."""
-
-    verifications: int = 0
-    drafted: int = 0
-    accepted: int = 0
-    seconds: float = 0.0
-
-    @property
-    def score(self) -> tuple[float, float]:
-        """Accepted tokens per verification; where those are about the same, less time is better."""
-        count = max(1, self.verifications)
-        return round(self.accepted / count, 1), -self.seconds / count
-
-    def __str__(self) -> str:
-        count = max(1, self.verifications)
-        return (
-            f"{self.accepted / count:.2f} tokens accepted per verification, "
-            f"{self.accepted / max(1, self.drafted):.0%} of those drafted, "
-            f"{1000 * self.seconds / count:.2f} ms to translate"
-        )
-
-
-class Trial:
-    """Which translation new rows get: in turn, until one has proved better. A row keeps its own,
-    since in another spelling it would have to be computed anew."""
-
-    def __init__(self, translations: Sequence[Translation], overlap: float) -> None:
-        self._tallies = {translation.name: Tally() for translation in translations}
-        self._translations = list(translations)
-        self._overlap = overlap
-        self._num_rows = 0
-        self.winner = translations[0] if len(translations) == 1 else None
-        if self.winner is not None:
-            logger.info("universal drafts by %s: %s", self.winner.name, self._shared)
-
-    @property
-    def _shared(self) -> str:
-        return f"the target has {self._overlap:.0%} of the draft model's vocabulary"
-
-    def tally(self, translation: Translation) -> Tally:
-        return self._tallies[translation.name]
-
-    def for_new_row(self) -> Translation:
-        self._num_rows += 1
-        return self.winner or self._translations[self._num_rows % len(self._translations)]
-
-    @contextmanager
-    def timing(self, translation: Translation) -> Iterator[None]:
-        started = time.perf_counter()
-        yield
-        self.tally(translation).seconds += time.perf_counter() - started
-
-    def decide(self) -> bool:
-        """Choose, once both were tried enough; True if that is now."""
-        if self.winner is not None:
-            return False
-        if min(tally.verifications for tally in self._tallies.values()) < _TRIAL:
-            return False
-        self.winner = max(self._translations, key=lambda one: self.tally(one).score)
-        figures = "; ".join(f"by {name} {tally}" for name, tally in self._tallies.items())
-        logger.info("universal drafts by %s: %s; %s", self.winner.name, self._shared, figures)
-        return True
 
 
 class UniversalDrafter(Drafter):
@@ -135,7 +63,7 @@ class UniversalDrafter(Drafter):
             ways = all_ways if both.overlap >= MIN_OVERLAP else all_ways[1:]
         else:
             ways = [way for way in all_ways if way.name == translation]
-        self.trial = Trial(ways, both.overlap)
+        self.trial = TranslationTrial(ways, both.overlap)
         self._prefix_token_ids = list(prefix_token_ids)
         self._feeder.share(ways[0].ids_of(self._prefix_token_ids))
         self._of: dict[int, Translation] = {}  # by slot
@@ -159,11 +87,8 @@ class UniversalDrafter(Drafter):
 
     def observe(self, row: DraftRow, num_drafted: int, num_accepted: int) -> None:
         """Drafts that were accepted speak for their translation."""
-        if row.slot not in self._of:
-            return
-        tally = self.trial.tally(self._of[row.slot])
-        tally.drafted += num_drafted
-        tally.accepted += num_accepted
+        if row.slot in self._of:
+            self.trial.observe(self._of[row.slot], num_drafted, num_accepted)
 
     def lag(self, row: DraftRow) -> int | None:
         """As if both tokenizers took as many tokens for the text."""
@@ -174,6 +99,7 @@ class UniversalDrafter(Drafter):
         translation = self._of.pop(row.slot, None)
         if translation is not None:
             translation.release(row.slot)
+        self.trial.release(row.slot)
         self._feeder.release(row.slot)
 
     def resize(self, num_slots: int, max_len: int) -> None:
@@ -184,22 +110,26 @@ class UniversalDrafter(Drafter):
         """A draft for the row, if it may have one; readies the slot."""
         if limit <= 0:
             return None  # the slot catches up when a draft is wanted again
-        if row.slot not in self._of:
-            self._choose(row)
-        translation = self._of[row.slot]
+        translation = self._choose(row.slot)
         with self.trial.timing(translation):
             ids = translation.ids(row)
         room = self._feeder.room(len(ids))
         if not ids or not room or not self._feeder.resume(row.slot, ids):
             return None
-        self.trial.tally(translation).verifications += 1
+        self.trial.begin(row.slot, translation)
         return Drafting(row, min(limit, room))
 
-    def _choose(self, row: DraftRow) -> None:
-        """A translation for a new row."""
+    def _choose(self, slot: int) -> Translation:
+        """The row's translation. Where it is another than before, the draft model computes the row
+        anew from where the spellings part."""
         if self.trial.decide() and self.trial.winner is not None:
             self._feeder.share(self.trial.winner.ids_of(self._prefix_token_ids))
-        self._of[row.slot] = self.trial.for_new_row()
+        translation = self.trial.translation_of(slot)
+        before = self._of.get(slot, translation)
+        if before is not translation:
+            before.release(slot)
+        self._of[slot] = translation
+        return translation
 
     def _extend(self, active: Sequence[Drafting], logits: Tensor) -> None:
         """Choose one more for each, by translation."""

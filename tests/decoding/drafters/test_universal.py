@@ -15,7 +15,7 @@ import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from pipeline.config import DecodingConfig
-from pipeline.decoding.drafters import universal
+from pipeline.decoding.drafters import translation_trial, universal
 from pipeline.decoding.drafters.drafting import DraftChooser
 from pipeline.decoding.drafters.make import DrafterCheckpoint, make_drafter
 from pipeline.decoding.drafters.universal import UniversalDrafter
@@ -205,23 +205,41 @@ def test_an_unsure_token_is_the_last() -> None:
 def test_tries_both_and_keeps_the_better(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(universal, "_TRIAL", 24)
-    with caplog.at_level(logging.INFO, logger=universal.__name__):
+    monkeypatch.setattr(translation_trial, "_MAX", 24)
+    with caplog.at_level(logging.INFO, logger=translation_trial.__name__):
         tokens, _, drafter = run("trained", "sampled", repeat=6)
     assert tokens == expected("trained", "sampled")
     assert drafter.trial.winner is not None and drafter.trial.winner.name == "tokens"
-    (message,) = [r.message for r in caplog.records if r.name == universal.__name__]
+    (message,) = [r.message for r in caplog.records if r.name == translation_trial.__name__]
     assert "by tokens" in message and "by text" in message and "100%" in message
     for translation in drafter.trial._translations:
         tally = drafter.trial.tally(translation)
         assert 0 < tally.accepted <= tally.drafted and tally.seconds > 0
 
 
+def test_rows_under_way_go_on_with_the_better() -> None:
+    """And draft as rows do that had it from the beginning."""
+    ids = TOKENIZER(TEXT)["input_ids"]
+    drafter, fresh = make("smaller"), make("smaller", "text")
+    for one in (drafter, fresh):
+        one.resize(2, 128)
+    rows = [DraftedRow(0, ids[:60]), DraftedRow(1, ids[20:70])]
+    drafter.propose(rows, [4, 4])
+    assert {one.name for one in drafter._of.values()} == {"tokens", "text"}
+    (by_text,) = [one for one in drafter._of.values() if one.name == "text"]
+    drafter.trial.winner = by_text
+    for end in (71, 74):
+        for row in rows:
+            row.tokens = row.tokens + ids[end - 1 : end + 2]
+        assert drafter.propose(rows, [4, 4]) == fresh.propose(rows, [4, 4])
+    assert set(drafter._of.values()) == {by_text}
+
+
 def test_vocabularies_with_little_in_common_meet_in_text(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(universal, "MIN_OVERLAP", 0.9)
-    with caplog.at_level(logging.INFO, logger=universal.__name__):
+    with caplog.at_level(logging.INFO, logger=translation_trial.__name__):
         drafter = make("metaspace")
     assert drafter.trial.winner is not None and drafter.trial.winner.name == "text"
     assert "vocabulary" in caplog.text

@@ -1,5 +1,6 @@
 """The audit actor: a Ray Data callable that generates rows again, both ways, and compares."""
 
+import json
 from typing import Any
 
 import pyarrow as pa
@@ -77,4 +78,5 @@ def _row(group: AuditGroup) -> dict[str, Any]:
         "plain_seconds": group.plain_seconds,
         "assisted_seconds": group.assisted_seconds,
         **{name: getattr(group.estimate, name) for name in ESTIMATE},
+        "steps": json.dumps(group.estimate.steps),
     }

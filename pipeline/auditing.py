@@ -8,13 +8,9 @@ from typing import Any
 import pyarrow as pa
 
 from pipeline.stats import RunTotals
+from pipeline.steptable import StepTable
 
-ESTIMATE = (  # of `RunTotals`: what `job_speedup` is made of
-    "rows_measured",
-    "measured_prefill_seconds",
-    "measured_decode_seconds",
-    "plain_decode_seconds",
-)
+ESTIMATE = ("prefill_seconds", "decode_seconds")  # of `RunTotals`, and its steps
 GROUP_SCHEMA = pa.schema(  # a row per group of rows that were decoded together
     [
         pa.field("rows", pa.int64()),
@@ -25,6 +21,7 @@ GROUP_SCHEMA = pa.schema(  # a row per group of rows that were decoded together
         pa.field("plain_seconds", pa.float64()),
         pa.field("assisted_seconds", pa.float64()),
         *(pa.field(name, pa.float64()) for name in ESTIMATE),
+        pa.field("steps", pa.string()),  # a `StepTable` as JSON
         pa.field("note", pa.string()),  # why nothing was audited
     ]
 )
@@ -49,8 +46,9 @@ def summarize(groups: Sequence[Mapping[str, Any]], is_exact: bool) -> dict[str, 
         math.fsum(group[name] for group in timed) for name in ("plain_seconds", "assisted_seconds")
     )
     differing = [key for group in timed for key in group["differing"]]
-    parts = ({name: group[name] for name in ESTIMATE} for group in timed)
-    estimate = sum(map(RunTotals.from_mapping, parts), RunTotals())
+    sums = {name: math.fsum(group[name] for group in timed) for name in ESTIMATE}
+    steps = StepTable.parse(group["steps"] for group in timed)
+    estimate = RunTotals.from_mapping({**sums, "steps": steps})
     return {
         **{name: sum(group[name] for group in timed) for name in _COUNTS},
         "is_exact": is_exact,

@@ -191,7 +191,7 @@ def _rate_lines(summary: dict[str, Any]) -> list[tuple[str, str]]:
     ]
     evidence = (
         f"{control['num_control_steps']:,} plain control steps of "
-        f"{1000 * control['seconds_per_step']:.1f} ms, {totals['rows_measured']:,} rows"
+        f"{1000 * control['seconds_per_step']:.1f} ms"
         if control["num_control_steps"]
         else "too few control steps"
     )

@@ -37,7 +37,7 @@ class RunTotals:
     control_seconds: float = 0.0
     idle_seconds: float = 0.0
     busy_seconds: float = 0.0
-    # Speedups compare like with like: only rows whose plain time is known.
+    # Rows whose plain time is known.
     rows_measured: int = 0
     measured_prefill_seconds: float = 0.0
     measured_decode_seconds: float = 0.0
@@ -65,9 +65,12 @@ class RunTotals:
 
     @classmethod
     def from_rows(cls, rows: Iterable[GenerationStats]) -> "RunTotals":
-        """What the speedups need, over the rows whose plain time is known; all else is zero."""
+        """What the speedups need; all else is zero."""
         totals = cls()
         for stats in rows:
+            totals.prefill_seconds += stats.prefill_seconds
+            totals.decode_seconds += stats.decode_seconds
+            totals.steps += stats.steps
             if stats.plain_decode_seconds is not None:
                 totals.rows_measured += 1
                 totals.measured_prefill_seconds += stats.prefill_seconds
@@ -124,18 +127,15 @@ class RunTotals:
 
     @property
     def decode_speedup(self) -> float | None:
-        """Plain decode time / decode time, of the rows where the first is known."""
-        if not self.rows_measured or self.measured_decode_seconds <= 0:
-            return None
-        return self.plain_decode_seconds / self.measured_decode_seconds
+        """Plain decode time / decode time."""
+        _, decode, plain = self._compared
+        return plain / decode if decode > 0 else None
 
     @property
     def job_speedup(self) -> float | None:
         """As `decode_speedup`, with the prefill on both sides: the headline."""
-        measured = self.measured_prefill_seconds + self.measured_decode_seconds
-        if not self.rows_measured or measured <= 0:
-            return None
-        return (self.measured_prefill_seconds + self.plain_decode_seconds) / measured
+        prefill, decode, plain = self._compared
+        return (prefill + plain) / (prefill + decode) if decode > 0 else None
 
     @property
     def decode_speedup_interval(self) -> tuple[float, float] | None:
@@ -145,8 +145,26 @@ class RunTotals:
     @property
     def job_speedup_interval(self) -> tuple[float, float] | None:
         """95 % interval of `job_speedup`; the prefill is measured on both sides."""
-        whole = self.measured_prefill_seconds + self.plain_decode_seconds
-        return self._interval(self.job_speedup, self.plain_decode_seconds / whole if whole else 0.0)
+        prefill, _, plain = self._compared
+        return self._interval(self.job_speedup, plain / (prefill + plain) if plain else 0.0)
+
+    @property
+    def _compared(self) -> tuple[float, float, float]:
+        """Seconds of prefill, of decoding, and of decoding plainly; zeros where that is unknown.
+
+        Plain decoding's own schedule, if the engine kept one, counts all rows beside those that
+        they would have been decoded with. Else it is what rows know of themselves.
+        """
+        plain = self.steps.plain_seconds()
+        if plain is not None:
+            return self.prefill_seconds, self.decode_seconds, plain
+        if not self.rows_measured:
+            return 0.0, 0.0, 0.0
+        return (
+            self.measured_prefill_seconds,
+            self.measured_decode_seconds,
+            self.plain_decode_seconds,
+        )
 
     def _interval(self, speedup: float | None, plain_share: float) -> tuple[float, float] | None:
         error = self.steps.plain_error()

@@ -7,11 +7,12 @@ import random
 import pytest
 
 from pipeline.stats import RunTotals
-from pipeline.steptable import PLAIN, StepKind, StepTable
+from pipeline.steptable import BESIDES, PLAIN, StepKind, StepTable
 
 
 def table(*, plain: list[float], drafted_tokens: int = 300, rows: int = 4) -> StepTable:
-    """Plain steps of so many seconds, and drafted steps, as the rows of the steps count them."""
+    """Plain steps of so many seconds, and drafted steps, as the rows of the steps count them.
+    Plain decoding would have had as many rows in its steps."""
     found = StepTable()
     for seconds in plain:
         for _ in range(rows):
@@ -19,6 +20,18 @@ def table(*, plain: list[float], drafted_tokens: int = 300, rows: int = 4) -> St
     for _ in range(rows):
         kind = StepKind(4, 18, "prompt_lookup", 3)
         found.add(kind, rows, drafted_tokens // rows, 1.0, 0.0)
+    tokens = drafted_tokens + rows * len(plain)
+    found.add_scheduled((4, 18), tokens // rows, tokens)
+    return found
+
+
+def prices(**seconds: float) -> StepTable:
+    """Plain steps by the rows in them, `of_4=1.0`: three steps of a second each."""
+    found = StepTable()
+    for name, value in seconds.items():
+        rows = int(name.removeprefix("of_"))
+        for _ in range(3 * rows):
+            found.add(StepKind(rows, 18, PLAIN, 0), rows, 1, value / rows, value)
     return found
 
 
@@ -45,20 +58,70 @@ def test_tables_add_subtract_and_travel_as_json() -> None:
     assert again == totals
 
 
+def test_tokens_cost_what_they_would_have_beside_more_rows() -> None:
+    """Drafts let all but one row end early; plain decoding would have had them together."""
+    steps = prices(of_4=4.0, of_1=2.0)  # a token: 1 and 2 seconds
+    steps.add(StepKind(1, 18, "prompt_lookup", 3), 1, 85, 30.0, 0.0)
+    steps.add_scheduled((4, 18), 25, 100)
+    totals = RunTotals(prefill_seconds=20.0, decode_seconds=50.0, steps=steps)
+    assert steps.plain_seconds() == pytest.approx(100.0)
+    assert totals.decode_speedup == pytest.approx(2.0)
+    assert totals.job_speedup == pytest.approx(120 / 70)
+    assert [rate["method"] for rate in steps.rates()] == ["plain", "plain", "prompt_lookup"]
+
+
+def test_a_bucket_without_plain_steps_has_the_price_of_the_nearest() -> None:
+    steps = prices(of_4=4.0)
+    steps.add(StepKind(4, 18, "prompt_lookup", 3), 4, 88, 30.0, 0.0)
+    steps.add_scheduled((4, 18), 13, 50)
+    steps.add_scheduled((4, 19), 3, 10)
+    steps.add_scheduled((1, 18), 40, 40)  # 9 in place of 12 for 4 rows
+    assert steps.plain_seconds() == pytest.approx(50 * 1.0 + 10 * 1.0 + 40 * 3.0)
+    steps.add_scheduled((1, 18), 21, 21)
+    assert steps.plain_seconds() is None, "most tokens are without"
+
+
+def test_two_plain_steps_prove_nothing() -> None:
+    assert table(plain=[1.0, 2.0]).plain_seconds() is None
+    assert table(plain=[1.0, 2.0, 3.0]).plain_seconds() == pytest.approx(312 * 2.0 / 4)
+
+
+def test_a_run_that_was_cut_short_counts_what_it_decoded() -> None:
+    steps = table(plain=[1.0, 2.0, 3.0])
+    half = steps["4/18/scheduled/0"]
+    half[:] = [value / 2 for value in half]
+    assert steps.plain_seconds() == pytest.approx(312 * 2.0 / 4)
+
+
+def test_passes_besides_tell_prices_and_yield_no_tokens() -> None:
+    steps = StepTable()
+    for _ in range(12):
+        steps.add(StepKind(4, 18, BESIDES, 0), 4, 1, 1.0, 4.0)
+    steps.add(StepKind(4, 18, "draft_model", 3), 4, 60, 9.0, 0.0)
+    steps.add_scheduled((4, 18), 15, 60)
+    assert steps.plain_seconds() == pytest.approx(60.0)
+    assert steps.plain_error() == 0.0
+
+
+def test_without_a_schedule_it_is_what_the_rows_know() -> None:
+    totals = RunTotals(
+        rows_measured=1,
+        decode_seconds=9.0,
+        measured_decode_seconds=4.0,
+        plain_decode_seconds=8.0,
+        steps=prices(of_4=4.0),
+    )
+    assert totals.decode_speedup == 2.0 and totals.decode_speedup_interval is None
+    assert RunTotals(decode_seconds=9.0).job_speedup is None
+
+
 def test_the_interval_is_as_wide_as_plain_steps_spread() -> None:
     """In repeated runs the true ratio lies within in 95 of 100."""
     dice, inside = random.Random(1), 0
     for _ in range(400):
         steps = table(plain=[dice.gauss(1.0, 0.2) for _ in range(20)])
-        plain = steps["4/18/plain/0"]
-        seconds = 300 * plain[2] / plain[1] + plain[2]  # what a run would report
-        true = 300 * 1.0 / 4 + plain[2]
-        totals = RunTotals(
-            rows_measured=1,
-            measured_decode_seconds=50.0,
-            plain_decode_seconds=seconds,
-            steps=steps,
-        )
+        true = 300 * 1.0 / 4 + steps["4/18/plain/0"][2]
+        totals = RunTotals(decode_seconds=50.0, steps=steps)
         interval = totals.decode_speedup_interval
         assert interval is not None
         inside += interval[0] <= true / 50.0 <= interval[1]
@@ -66,21 +129,20 @@ def test_the_interval_is_as_wide_as_plain_steps_spread() -> None:
 
 
 def test_plain_runs_are_certain_and_unknown_ones_say_nothing() -> None:
-    plain = StepTable({k: v for k, v in table(plain=[1.0, 2.0, 3.0]).items() if PLAIN in k})
-    assert plain.plain_error() == 0.0
-    assert StepTable().plain_error() is None
+    plain = table(plain=[1.0, 2.0, 3.0], drafted_tokens=0)
+    assert plain.plain_error() == 0.0 and plain.plain_seconds() == pytest.approx(6.0)
+    assert StepTable().plain_error() is None and StepTable().plain_seconds() is None
     assert RunTotals().job_speedup_interval is None
 
 
 def test_the_prefill_narrows_the_interval_of_the_job() -> None:
-    totals = RunTotals(
-        rows_measured=1,
-        measured_prefill_seconds=10.0,
-        measured_decode_seconds=10.0,
-        plain_decode_seconds=20.0,
-        steps=table(plain=[1.0, 1.2, 0.9, 1.1]),
-    )
+    steps = prices(of_4=4.0)
+    steps["4/18/plain/0"][3] += 0.5  # they vary
+    steps.add(StepKind(4, 18, "prompt_lookup", 3), 4, 8, 7.0, 0.0)
+    steps.add_scheduled((4, 18), 5, 20)
+    totals = RunTotals(prefill_seconds=10.0, decode_seconds=10.0, steps=steps)
     decode, job = totals.decode_speedup_interval, totals.job_speedup_interval
     assert decode is not None and job is not None
+    assert math.isclose(sum(decode) / 2, 2.0)
     assert math.isclose(sum(job) / 2, 1.5)
     assert math.isclose((job[1] - job[0]) / 1.5, (decode[1] - decode[0]) / 2 * 2 / 3)

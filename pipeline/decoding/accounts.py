@@ -9,7 +9,7 @@ from pipeline.decoding.control import Bucket, ControlClock
 from pipeline.decoding.drafters.base import StepReport
 from pipeline.decoding.rows import Row
 from pipeline.decoding.timing import StepTimes
-from pipeline.steptable import PLAIN, StepKind
+from pipeline.steptable import BESIDES, PLAIN, StepKind
 
 
 def charge(
@@ -41,7 +41,7 @@ def charge(
         if drafted:
             row.stats.steps.add(kind, len(rows), accepted + 1, share + own_draft, 0.0)
         else:
-            _record_control(row, bucket, seconds, len(rows))
+            _record_control(row, bucket, seconds, len(rows), PLAIN)
 
 
 def charge_control(
@@ -52,7 +52,7 @@ def charge_control(
     clock.record_control(bucket, seconds, len(rows))
     for row in rows:
         row.record_decode(bucket, 0, seconds / len(rows), 0.0)
-        _record_control(row, bucket, seconds, len(rows))
+        _record_control(row, bucket, seconds, len(rows), BESIDES)
 
 
 def step_kind(bucket: Bucket, methods: Iterable[Method], counts: Sequence[int]) -> StepKind:
@@ -64,7 +64,7 @@ def step_kind(bucket: Bucket, methods: Iterable[Method], counts: Sequence[int]) 
     return StepKind(*bucket, "+".join(sorted(set(methods))), max(1, mean))
 
 
-def _record_control(row: Row, bucket: Bucket, seconds: float, num_rows: int) -> None:
+def _record_control(row: Row, bucket: Bucket, seconds: float, num_rows: int, method: str) -> None:
     share = seconds / num_rows
     row.record_control(bucket, share)
-    row.stats.steps.add(StepKind(*bucket, PLAIN, 0), num_rows, 1, share, seconds)
+    row.stats.steps.add(StepKind(*bucket, method, 0), num_rows, 1, share, seconds)

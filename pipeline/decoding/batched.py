@@ -27,6 +27,7 @@ from pipeline.decoding.memory import SlotBudget
 from pipeline.decoding.prefix import SharedPrefix
 from pipeline.decoding.rows import Row, failed
 from pipeline.decoding.runner import ModelRunner
+from pipeline.decoding.schedule import PlainSchedule
 from pipeline.decoding.scheduler import Chunk, Scheduler
 from pipeline.decoding.serving import Serving
 from pipeline.decoding.steps import Span, Step
@@ -83,6 +84,7 @@ class BatchedEngine(Serving):
         self._drafter = drafter
         self._num_draft_tokens = num_draft_tokens
         self._clock = ControlClock()
+        self._schedule = PlainSchedule()
         self._ensemble: Ensemble | None = None
         if drafter is not None:
             drafter.attach(self._runner)
@@ -127,6 +129,7 @@ class BatchedEngine(Serving):
     def _step(self) -> list[Completion]:
         self._make_room()
         for row in self._scheduler.admit():
+            row.planned = row.planned or self._schedule.admit(row.num_prompt_tokens)
             self._reuse_prefix(row)
         chunks = self._scheduler.prefill()
         if chunks:
@@ -273,6 +276,13 @@ class BatchedEngine(Serving):
 
     def _release(self, row: Row) -> None:
         self._scheduler.release(row)
+        assert row.planned is not None
+        row.stats.steps += self._schedule.finish(
+            row.planned,
+            len(row.end.tokens),
+            self._scheduler.num_slots,
+            is_last=not self._scheduler.num_unfinished,
+        )
         if self._drafter is not None:
             self._drafter.release(row)
 

@@ -7,7 +7,7 @@ second see all there is to count, in plain and in assisted decoding alike.
 
 import time
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import takewhile
 from typing import Any
@@ -108,7 +108,7 @@ class RowObserver:
             draft_seconds=sum(step.draft_seconds for step in decode),
             num_control_steps=sum(map(len, control.values())),
             control_seconds=sum(map(sum, control.values())),
-            steps=_table(decode, method),
+            steps=_table(decode, method, decoded),
         )
         for step in decode:
             if step.drafted:
@@ -117,8 +117,9 @@ class RowObserver:
         return stats
 
 
-def _table(steps: Sequence[Step], method: str) -> StepTable:
-    """Decode steps of one row by kind; the futile search for drafts is no part of a plain one."""
+def _table(steps: Sequence[Step], method: str, decoded: Mapping[Bucket, int]) -> StepTable:
+    """Decode steps of one row by kind; the futile search for drafts is no part of a plain one.
+    Without drafts the row would have been alone as well, a token at a time."""
     table = StepTable()
     for step in steps:
         bucket = bucket_of(1, step.context)
@@ -128,6 +129,8 @@ def _table(steps: Sequence[Step], method: str) -> StepTable:
         else:
             seconds = step.seconds - step.draft_seconds
             table.add(StepKind(*bucket, PLAIN, 0), 1, 1, seconds, seconds)
+    for bucket, count in decoded.items():
+        table.add_scheduled(bucket, count, count)
     return table
 
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from pipeline.config import Method
 from pipeline.decoding.control import Bucket, ControlClock
+from pipeline.decoding.schedule import PlannedRow
 from pipeline.decoding.stopping import RowEnd
 from pipeline.records import Completion, GenerationRequest, GenerationStats, SamplingParams
 
@@ -30,6 +31,7 @@ class Row:
         self.num_cached = 0
         self.prefilling = True
         self._started: float | None = None  # on `time.monotonic()`'s clock
+        self.planned: PlannedRow | None = None
         self.stats = GenerationStats(prompt_tokens=self.num_prompt_tokens)
         self.accepted_by: Counter[Method] = Counter()  # draft tokens
         self._plain_tokens: Counter[Bucket] = Counter()

@@ -1,6 +1,7 @@
 """The audit finds what drafting must not do, and takes nothing else for it."""
 
 import copy
+import json
 import math
 from collections.abc import Iterator
 from dataclasses import replace
@@ -298,17 +299,15 @@ def test_intervals() -> None:
 
 
 def test_the_summary_speaks_up() -> None:
-    estimate = {
-        "rows_measured": 4,
-        "measured_prefill_seconds": 1.0,
-        "measured_decode_seconds": 2.0,
-        "plain_decode_seconds": 3.5,
-    }
+    steps = {"4/18/plain/0": [5, 20, 1.0, 0.0125], "4/18/mtp/1": [25, 50, 1.0, 0.0]}
+    steps["4/18/scheduled/0"] = [17.5, 70, 0.0, 0.0]
+    estimate = {"prefill_seconds": 1.0, "decode_seconds": 2.0, "steps": json.dumps(steps)}
     one = {"rows": 8, "agree": 6, "near_ties": 1, "errors": 1, "differing": ["a:3"], "note": None}
     group = {**one, **estimate, "plain_seconds": 3.0, "assisted_seconds": 2.0}
     found = summarize([group, {**group, "plain_seconds": 5.0}], is_exact=True)
     assert (found["rows"], found["errors"], found["measured_speedup"]) == (16, 2, 2.0)
-    assert found["estimated_speedup"] == 1.5 and found["measured_speedup_interval"] is None
+    assert found["estimated_speedup"] == pytest.approx(1.5)
+    assert found["measured_speedup_interval"] is None
     lines = dict(audit_lines(found))
     assert "a:3" in lines["audit: 2 rows differ"]
     assert lines["measured speedup"].startswith("2.00x (2 groups")

@@ -5,8 +5,8 @@ this run (`costs`) and from how often drafts stand (`survival`), and keeps a led
 steps (`ledger`), so that a run with hopeless drafts is hardly slower than one without.
 
 Methods without a model are judged for nothing: what they would have drafted is compared with what
-came. One with a model is tried on few rows first, if the ledger can pay for it, and again after
-pauses that double. Knows nothing of models: `drafters.auto` feeds it.
+came. One with a model is tried with short drafts, on as many rows as the ledger can pay for, and
+again after pauses that double. Knows nothing of models: `drafters.auto` feeds it.
 """
 
 from collections.abc import Mapping, Sequence
@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from pipeline.config import Method
-from pipeline.decoding.control import Bucket
+from pipeline.decoding.control import Bucket, bucket_of
 from pipeline.decoding.controller.costs import DraftCosts, PlainCosts, Ratio, VerifyCosts
 from pipeline.decoding.controller.ledger import Cooldown, Ledger
 from pipeline.decoding.controller.lengths import Choice, Floats, Source, StepCost, best_drafts
@@ -24,13 +24,14 @@ from pipeline.decoding.controller.survival import Survival
 from pipeline.decoding.controller.trial import Trial
 
 MARGIN = 0.03  # by which drafts must be expected to win before they start
-_TRIAL_ROWS = 2
+_TRIAL_ROWS = (12, 8, 4, 2, 1)  # the most that can be paid for: passes over more cost little more
 _TRIAL_LENGTH = 4
 _CREDIT_STEPS = 3.0  # plain steps that may be lost at the start
 _PRIOR = 0.65  # of a draft token by a model
 # Of one by lookup, by the class of its match: a long one is a copy that goes on.
 _LOOKUP_PRIORS = {1: 0.3, 2: 0.4, 3: 0.5, 4: 0.65, 5: 0.8, 6: 0.9, 7: 0.95}
 _GUESSED_PASS: Mapping[Method, float] = {"early_exit": 0.3, "mtp": 0.1, "mtp_drafter": 0.2}
+_LEAST_GUESS = 0.15  # however small the model: calls cost time too
 
 
 @dataclass(frozen=True)
@@ -81,8 +82,11 @@ class Outcome:
 class DraftLengthController:
     """One per engine. `plan` before a step, `record` after it."""
 
-    def __init__(self, methods: Sequence[Method], max_length: int) -> None:
-        """`methods`: to choose from, besides plain. `max_length`: draft tokens of a row at most."""
+    def __init__(
+        self, methods: Sequence[Method], max_length: int, sizes: Mapping[Method, float] = {}
+    ) -> None:
+        """`methods`: to choose from, besides plain. `max_length`: draft tokens of a row at most.
+        `sizes`: of drafters' models, in that of the target, where they are known."""
         self.methods = list(methods)
         self.max_length = max_length
         self.ledger = Ledger()
@@ -93,7 +97,9 @@ class DraftLengthController:
             for m in methods
         }
         self._draft_costs: dict[Method, DraftCosts] = {
-            m: DraftCosts(_GUESSED_PASS.get(m, 0.5)) for m in methods if m != "prompt_lookup"
+            m: DraftCosts(max(_LEAST_GUESS, sizes.get(m) or _GUESSED_PASS.get(m, 0.5)))
+            for m in methods
+            if m != "prompt_lookup"
         }
         self._trials: dict[Method, Trial] = {m: Trial() for m in self._draft_costs}
         self._all_off = Cooldown(first=32)
@@ -102,6 +108,7 @@ class DraftLengthController:
         self._step = 0
         self._in_use: set[Method] = set()
         self._mind = Mind()
+        self._trial_price = 0.0  # seconds: of the cheapest that could not be paid for last
         self._on: dict[int, bool] = {}  # by occupancy: whether drafts were the better choice last
 
     # Deciding
@@ -135,12 +142,14 @@ class DraftLengthController:
 
     def _source(self, method: Method, rows: RowsView, cost: StepCost) -> Source:
         kinds = rows.kinds.get(method) or [1] * len(rows)
-        limits = [min(limit, self.max_length) for limit in rows.limits]
-        keep, share = self.survival[method].chances(rows.slots, kinds, limits)
         draft = self._draft_costs.get(method)
+        # what passes over so many rows cost is found out with short drafts
+        longest = _TRIAL_LENGTH if draft and not draft.knows(len(rows)) else self.max_length
+        limits = [min(limit, longest) for limit in rows.limits]
+        keep, share = self.survival[method].chances(rows.slots, kinds, limits)
         if draft is None:
             return Source(keep, share, np.zeros(len(rows)))
-        return Source(keep, share, self._entry(method, rows), draft.per_pass(cost.plain))
+        return Source(keep, share, self._entry(method, rows), draft.per_pass(cost.plain, len(rows)))
 
     def _entry(self, method: Method, rows: RowsView) -> Floats:
         """Seconds per row to catch up, spread over the steps that the row may have."""
@@ -165,22 +174,30 @@ class DraftLengthController:
         """Whether a method with a model is in use or due for a trial; else it need not be ready."""
         return method in self._in_use or self._trials[method].is_near(self._step)
 
+    def wants_trial(self) -> bool:
+        """Whether a method is due to be tried, and could be paid for as far as is known."""
+        return self.ledger.allows(self._trial_price) and any(
+            trial.is_near(self._step) for trial in self._trials.values()
+        )
+
     def _trial(self, rows: RowsView, cost: StepCost) -> Plan | None:
-        """A step that tries a method on few rows, if one is due and can be paid for."""
+        """A step that tries a method on as many rows as can be paid for, if one is due."""
         for method in self._draft_costs:
             if not self._trials[method].is_due(self._step, self.survival[method]):
                 continue
             lags = rows.lags.get(method) or [0] * len(rows)
             order = sorted(range(len(rows)), key=lambda i: (lags[i], -rows.remaining[i]))
             able = [i for i in order if rows.limits[i] > 0]
-            for count in range(min(_TRIAL_ROWS, len(able)), 0, -1):
-                chosen = able[:count]
+            for count in sorted({min(n, len(able)) for n in _TRIAL_ROWS if able}, reverse=True):
                 lengths = [0] * len(rows)
-                for i in chosen:
+                for i in able[:count]:
                     lengths[i] = min(_TRIAL_LENGTH, rows.limits[i])
-                lag = sum(lags[i] for i in chosen)
-                if self.ledger.allows(self._trial_seconds(method, rows, cost, lengths, lag)):
+                lag = sum(lags[i] for i in able[:count])
+                price = self._trial_seconds(method, rows, cost, lengths, lag)
+                if self.ledger.allows(price):
+                    self._trial_price = 0.0
                     return Plan({method: lengths})
+                self._trial_price = price
         return None
 
     def _trial_seconds(
@@ -189,7 +206,7 @@ class DraftLengthController:
         """What the trial costs if no draft token stands."""
         draft = self._draft_costs[method]
         count = sum(length > 0 for length in lengths)
-        passes = draft.per_pass(self.plain_costs.seconds(rows.bucket, count) or cost.plain)
+        passes = draft.per_pass(self._plain_seconds(rows.bucket, count) or cost.plain, count)
         catching_up = lag * draft.per_entry_token(self._prefill_token)
         return cost.first + cost.token * sum(lengths) + passes * max(lengths) + catching_up
 
@@ -204,22 +221,32 @@ class DraftLengthController:
             verify_seconds: of the target's pass and the choice of tokens.
             other_seconds: all else that a plain step would not have taken.
         """
-        self._step += 1
-        self.verify_costs.age()
         count, drafted = len(outcome.drafted), sum(outcome.drafted)
         if not drafted:
-            self.plain_costs.record(bucket, count, verify_seconds)
+            self.record_plain(bucket, count, verify_seconds, other_seconds)
+            self._record_drafting(bucket, outcome)
+            return
+        self._pass_step()
         plain = self.plain_costs.seconds(bucket, count)
-        assert plain is not None or drafted
         if plain is None:
             return
-        if drafted:
-            self.verify_costs.record(bucket.occupancy, drafted, verify_seconds - plain)
+        self.verify_costs.record(bucket.occupancy, drafted, verify_seconds - plain)
         self._record_drafting(bucket, outcome)
-        # a plain step is what it is compared with: only what came on top of it is a loss
-        tokens = count + sum(outcome.accepted)
-        worth = plain * tokens / count if drafted else verify_seconds
+        worth = plain * (count + sum(outcome.accepted)) / count
         self.ledger.record(worth, verify_seconds + other_seconds)
+
+    def record_plain(
+        self, bucket: Bucket, count: int, verify_seconds: float, other_seconds: float = 0.0
+    ) -> None:
+        """As `record`, of a step of so many rows without drafts."""
+        self._pass_step()
+        self.plain_costs.record(bucket, count, verify_seconds)
+        # it is what steps are compared with: only what came on top of it is a loss
+        self.ledger.record(verify_seconds, verify_seconds + other_seconds)
+
+    def _pass_step(self) -> None:
+        self._step += 1
+        self.verify_costs.age()
 
     def record_prefill(self, seconds: float, tokens: int) -> None:
         """A prefill pass of the target. A share of its time may be lost too."""
@@ -248,9 +275,13 @@ class DraftLengthController:
             tokens, entry_seconds = outcome.entries.get(method, (0, 0.0))
             draft.record_entry(tokens, entry_seconds)
             count = sum(m == method for m in outcome.methods)
-            plain = self.plain_costs.seconds(bucket, count) if count else None
+            plain = self._plain_seconds(bucket, count) if count else None
             if plain:
-                draft.record(outcome.passes[method], seconds - entry_seconds, plain)
+                draft.record(outcome.passes[method], seconds - entry_seconds, plain, count)
+
+    def _plain_seconds(self, bucket: Bucket, count: int) -> float | None:
+        """Of a plain step of some of a step's rows."""
+        return self.plain_costs.seconds(bucket_of(count, 1)._replace(context=bucket.context), count)
 
     def _invest(self, lengths: Mapping[Method, list[int]], rows: RowsView) -> None:
         """Catching up is paid at once and saves later: lent until the row is over."""

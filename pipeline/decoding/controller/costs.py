@@ -62,8 +62,9 @@ def _distance(a: Bucket, b: Bucket) -> float:
 
 @dataclass
 class _Line:
-    """Sums behind a fit of seconds over draft tokens."""
+    """Sums behind a fit of seconds over draft tokens; `aged`: the step up to which they fade."""
 
+    aged: int = 0
     steps: float = 0.0
     drafted: float = 0.0
     squares: float = 0.0
@@ -71,8 +72,11 @@ class _Line:
     product: float = 0.0
 
     def scale(self, factor: float) -> None:
-        for name in vars(self):
-            setattr(self, name, getattr(self, name) * factor)
+        self.steps *= factor
+        self.drafted *= factor
+        self.squares *= factor
+        self.seconds *= factor
+        self.product *= factor
 
     def add(self, drafted: int, seconds: float) -> None:
         self.steps += 1
@@ -99,48 +103,78 @@ class VerifyCosts:
 
     def __init__(self) -> None:
         self._lines: defaultdict[int, _Line] = defaultdict(_Line)
+        self._step = 0
 
     def record(self, occupancy: int, drafted: int, extra_seconds: float) -> None:
         """A step with draft tokens took so much longer than a plain one."""
-        line = self._lines[occupancy]
+        line = self._line(occupancy)
         line.scale(_FADE)
         line.add(drafted, extra_seconds)
 
     def age(self) -> None:
         """A step went by."""
-        for line in self._lines.values():
-            line.scale(_AGE)
+        self._step += 1
 
     def step_cost(self, occupancy: int, rows: int, plain: float) -> StepCost:
         """Of a step of `rows` rows, a plain one taking `plain` seconds."""
-        first, token = self._lines[occupancy].fit(plain / (rows + _BASE) / 2)
+        first, token = self._line(occupancy).fit(plain / (rows + _BASE) / 2)
         return StepCost(plain, first, max(token, _LEAST * plain / rows))
+
+    def _line(self, occupancy: int) -> _Line:
+        line = self._lines[occupancy]
+        line.scale(_AGE ** (self._step - line.aged))
+        line.aged = self._step
+        return line
 
 
 class DraftCosts:
     """What one drafter's passes cost, measured in plain steps of as many rows: a small model slows
-    down with rows and context as a large one does."""
+    down with rows and context as a large one does, by and large. Hence by number of rows."""
 
     def __init__(self, guess: float) -> None:
         """`guess`: plain steps per pass, before any was seen."""
         self._guess = guess
-        self._pass = Ratio(_FADE)
+        self._passes: dict[int, Ratio] = {}  # by rows, up to a factor of 2
         self._entry = Ratio(_FADE)
 
-    def record(self, passes: int, seconds: float, plain: float) -> None:
-        """`passes` took `seconds`; a plain step of the rows drafted for would take `plain`."""
-        if passes:
-            self._pass.add(seconds, passes * plain)
+    def record(self, passes: int, seconds: float, plain: float, rows: int) -> None:
+        """`passes` took `seconds`; a plain step of the `rows` drafted for would take `plain`."""
+        if not passes:
+            return
+        found = self._passes.get(_class_of(rows))
+        if found is None:  # first calls are slow: what was expected counts as much
+            expected = Ratio(_FADE)
+            expected.add(passes * self.per_pass(plain, rows), passes * plain)
+            found = self._passes[_class_of(rows)] = expected
+        found.add(seconds, passes * plain)
+
+    def knows(self, rows: int) -> bool:
+        """Whether passes over about as many rows were seen."""
+        return _class_of(rows) in self._passes
 
     def record_entry(self, tokens: int, seconds: float) -> None:
         """Catching up by so many tokens of rows that were far behind."""
         if tokens:
             self._entry.add(seconds, tokens)
 
-    def per_pass(self, plain: float) -> float:
-        """Seconds of a pass over rows whose plain step takes `plain`."""
-        return plain * (self._pass.value if self._pass.count else self._guess)
+    def per_pass(self, plain: float, rows: int) -> float:
+        """Seconds of a pass over so many rows, whose plain step takes `plain`.
+
+        From passes over about as many, if there were any. Of passes over fewer it is unknown how
+        much were fixed costs; half of it (geometrically), so that more rows are tried for once.
+        """
+        if not self._passes:
+            return plain * self._guess
+        wanted = _class_of(rows)
+        near = min(self._passes, key=lambda seen: abs(math.log2(seen / wanted)))
+        fixed = math.sqrt((near + _BASE) / (wanted + _BASE)) if near < wanted else 1.0
+        return plain * self._passes[near].value * fixed
 
     def per_entry_token(self, prefill_token: float) -> float:
         """Seconds for each token to catch up by; `prefill_token`: of the target's prefill."""
-        return self._entry.value if self._entry.count else prefill_token * self.per_pass(1.0)
+        return self._entry.value if self._entry.count else prefill_token * self.per_pass(1.0, 1)
+
+
+def _class_of(rows: int) -> int:
+    """Of numbers of rows up to a power of 2."""
+    return 1 << (rows - 1).bit_length()

@@ -19,6 +19,7 @@ from pipeline.decoding.steps import Step
 
 _LOOKUP: Method = "prompt_lookup"
 _SEARCH_SHARE = 0.004  # of the time, for looking whether drafts would pay while there are none
+_PLAN_EVERY = 8  # of the times that a lookup finds nothing: drafts of a model may pay all the same
 
 
 class AutoDrafter(Drafter):
@@ -44,6 +45,7 @@ class AutoDrafter(Drafter):
         self._proposal = _Proposal()
         self._is_drafting = False
         self._search_seconds = 0.0
+        self._searches = 0
 
     @property
     def bytes_per_token(self) -> int:  # type: ignore[override]
@@ -82,14 +84,16 @@ class AutoDrafter(Drafter):
         if not self._is_due():
             return [[] for _ in rows]
         started = time.perf_counter()
-        found, view = self._look(rows, limits)
-        plan = self.controller.plan(view)
+        found = self._look(rows, limits)
+        if self._is_futile(found):
+            self._search_seconds += time.perf_counter() - started
+            return found
+        plan = self.controller.plan(self._view(rows, limits))
         looked = time.perf_counter()
-        drafts, proposal = self._draft(rows, plan, found)
+        drafts, self._proposal = self._draft(rows, plan, found)
         self._is_drafting = any(drafts)
         if not self._is_drafting:
             self._search_seconds += looked - started
-        self._proposal = proposal
         return drafts
 
     def after_prefill(self, seconds: float, num_tokens: int) -> None:
@@ -97,9 +101,15 @@ class AutoDrafter(Drafter):
 
     def after_step(self, report: StepReport) -> None:
         rows, proposal = report.rows, self._proposal
+        self._proposal = _Proposal()
+        if not proposal.asked:
+            self.controller.record_plain(
+                report.bucket, len(rows), report.verify_seconds, report.draft_seconds
+            )
+            return
         outcome = Outcome(
             [self._methods.get(row.slot) for row in rows],
-            proposal.asked or [0] * len(rows),
+            proposal.asked,
             [len(draft) for draft in report.drafts],
             report.accepted,
             proposal.seconds,
@@ -107,7 +117,6 @@ class AutoDrafter(Drafter):
             proposal.entries,
         )
         self.controller.record(report.bucket, outcome, report.verify_seconds, report.draft_seconds)
-        self._proposal = _Proposal()
         if not any(report.drafts):
             return
         for row, asked, draft, accepted in zip(
@@ -134,27 +143,40 @@ class AutoDrafter(Drafter):
         allowed = _SEARCH_SHARE * self.controller.ledger.elapsed
         return self._is_drafting or self._search_seconds <= allowed
 
-    def _look(
-        self, rows: Sequence[DraftRow], limits: Sequence[int]
-    ) -> tuple[list[list[int]], RowsView]:
-        """What a lookup finds, and the rows as the controller sees them."""
+    def _is_futile(self, found: Sequence[list[int]]) -> bool:
+        """Whether there is nothing to decide: no lookup, and no reason to look at models now."""
+        self._searches += 1
+        if self._is_drafting or any(found) or self.controller.wants_trial():
+            return False
+        return not self._others or self._searches % _PLAN_EVERY != 0
+
+    def _look(self, rows: Sequence[DraftRow], limits: Sequence[int]) -> list[list[int]]:
+        """What a lookup finds."""
         for shadow, right in self._shadows.settled(rows):
             count = len(shadow.draft)
             self.controller.observe(_LOOKUP, shadow.slot, shadow.kind, count, count, right)
         found = self._lookup.propose(rows, limits)
-        kinds = [_class_of(length) for length in self._lookup.match_lengths]
-        for row, kind, draft in zip(rows, kinds, found, strict=True):
+        for row, kind, draft in zip(rows, self._lookup_kinds, found, strict=True):
             self._shadows.watch(row, kind, draft)
+        return found
+
+    @property
+    def _lookup_kinds(self) -> list[int]:
+        """Classes of what it found last, by row."""
+        return [_class_of(length) for length in self._lookup.match_lengths]
+
+    def _view(self, rows: Sequence[DraftRow], limits: Sequence[int]) -> RowsView:
+        """The rows as the controller sees them."""
         lags = {m: [drafter.lag(row) for row in rows] for m, drafter in self._others.items()}
-        view = RowsView(
+        return RowsView(
             bucket_of(len(rows), sum(len(row.tokens) for row in rows) / len(rows)),
             [row.slot for row in rows],
             list(limits),
             [row.max_draft_tokens for row in rows],
-            {_LOOKUP: kinds} | {m: [int(n is not None) for n in each] for m, each in lags.items()},
+            {_LOOKUP: self._lookup_kinds}
+            | {m: [int(n is not None) for n in each] for m, each in lags.items()},
             {m: [n or 0 for n in each] for m, each in lags.items()},
         )
-        return found, view
 
     def _draft(
         self, rows: Sequence[DraftRow], plan: Plan, found: Sequence[list[int]]

@@ -134,8 +134,18 @@ class _Maker:
         others: dict[Method, Drafter] = {
             method: self.make(method) for method in methods if method != "prompt_lookup"
         }
-        controller = DraftLengthController(methods, self.decoding.max_draft_tokens)
+        sizes = {method: size for method in others if (size := self._size(method))}
+        controller = DraftLengthController(methods, self.decoding.max_draft_tokens, sizes)
         return AutoDrafter(self._lookup(), others, controller)
+
+    def _size(self, method: Method) -> float | None:
+        """Share of the target's weights that a pass of the drafter takes, if that is plain."""
+        if method == "early_exit" and self.decoding.exit_layer is not None:
+            layers: int = self.target.config.get_text_config().num_hidden_layers
+            return self.decoding.exit_layer / layers
+        if method in ("draft_model", "universal") and self.files is not None:
+            return float(self.files.model().num_parameters() / self.target.num_parameters())
+        return None
 
     def _possible(self) -> list[Method]:
         methods: list[Method] = ["prompt_lookup"]

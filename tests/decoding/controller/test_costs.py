@@ -1,0 +1,85 @@
+"""What the controller makes of the times that it is told."""
+
+import pytest
+
+from pipeline.decoding.control import bucket_of
+from pipeline.decoding.controller.controller import DraftLengthController, RowsView
+from pipeline.decoding.controller.costs import DraftCosts, VerifyCosts
+
+
+def test_passes_cost_what_they_took_once_enough_were_seen() -> None:
+    costs = DraftCosts(0.5)
+    assert costs.per_pass(2.0, 4) == 1.0, "a guess"
+    costs.record(4, 4 * 0.9 * 2.0, 2.0, 4)
+    assert costs.per_pass(2.0, 4) == pytest.approx(0.7 * 2.0, rel=0.01), (
+        "the first may have been slow"
+    )
+    for _ in range(300):
+        costs.record(4, 4 * 0.2 * 2.0, 2.0, 4)
+    assert costs.per_pass(2.0, 3) == pytest.approx(0.2 * 2.0, rel=0.02)
+
+
+def test_more_rows_than_were_seen_are_worth_an_attempt() -> None:
+    costs = DraftCosts(0.3)
+    costs.record(4, 4 * 0.3, 1.0, 2)
+    assert costs.knows(2) and not costs.knows(16)
+    assert 0.3 * 10 / 24 < costs.per_pass(1.0, 16) < 0.3, "part of it were fixed costs"
+    assert costs.per_pass(1.0, 1) == pytest.approx(0.3)
+    for _ in range(300):
+        costs.record(4, 4 * 0.4, 1.0, 16)
+    assert costs.per_pass(1.0, 16) == pytest.approx(0.4, rel=0.02)
+    assert costs.per_pass(1.0, 2) == pytest.approx(0.3), "of few it is known by itself"
+
+
+def test_what_drafts_cost_is_forgotten_as_steps_go_by() -> None:
+    costs = VerifyCosts()
+    guess = costs.step_cost(4, 4, 1.0).token
+    for _ in range(50):
+        costs.record(4, 8, 8 * 0.5)
+    seen = costs.step_cost(4, 4, 1.0)
+    for _ in range(4000):
+        costs.age()
+    later = costs.step_cost(4, 4, 1.0)
+    assert guess < later.token < seen.token
+    assert later.token == pytest.approx(guess, rel=0.1)
+
+
+def view(rows: int, lag: int = 0) -> RowsView:
+    slots = list(range(rows))
+    every = [1] * rows
+    return RowsView(
+        bucket_of(rows, 100),
+        slots,
+        [10] * rows,
+        [60] * rows,
+        {"draft_model": every},
+        {"draft_model": [lag] * rows},
+    )
+
+
+def trial_of(controller: DraftLengthController, rows: RowsView) -> list[int]:
+    return controller.plan(rows).lengths.get("draft_model", [])
+
+
+def make(size: float, rows: int) -> DraftLengthController:
+    controller = DraftLengthController(["draft_model"], 10, {"draft_model": size})
+    controller.record_prefill(1.0, 1000)
+    for _ in range(3):
+        controller.record_plain(bucket_of(rows, 100), rows, 0.01)
+    return controller
+
+
+def test_a_trial_takes_as_many_rows_as_can_be_paid_for() -> None:
+    small = trial_of(make(0.2, 16), view(16))
+    assert sorted(small) == [0] * 4 + [4] * 12
+    behind = trial_of(make(0.2, 16), view(16, lag=20))
+    assert 0 < sum(map(bool, behind)) < 12, "catching up costs too"
+
+
+def test_a_trial_that_is_too_dear_waits_until_it_can_be_paid_for() -> None:
+    controller = make(2.0, 1)
+    assert controller.wants_trial()
+    assert trial_of(controller, view(1)) == [] and not controller.wants_trial()
+    for _ in range(1000):
+        controller.record_plain(bucket_of(1, 100), 1, 0.01)
+    assert controller.wants_trial() and trial_of(controller, view(1)) == [4]

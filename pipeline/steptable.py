@@ -112,38 +112,37 @@ class StepTable(dict[str, list[float]]):
         ]
 
     def plain_seconds(self) -> float | None:
-        """What decoding the run's tokens plainly would have taken: steps of plain decoding's own
-        schedule at the price of the plain steps that the run had. None where most have no price.
+        """What decoding the tokens plainly would have taken, by plain decoding's own schedule.
 
-        A run that was cut short is taken for one whose tokens are like those that are scheduled.
+        Those that were decoded plainly in a bucket took what they took; others are at the price of
+        such steps. None where most have no price. A run that was cut short is taken for one whose
+        tokens are like those that are scheduled.
         """
         scheduled, prices = self._scheduled(), self._prices()
         total = math.fsum(scheduled.values())
-        firm = math.fsum(
-            count
-            for bucket, count in scheduled.items()
-            if bucket in prices and prices[bucket].steps > _FIRM_STEPS - 0.5
-        )
+        firm = math.fsum(n for bucket, n in scheduled.items() if _is_firm(bucket, prices))
         if not total or firm < _FIRM_SHARE * total:
             return None
         decoded = math.fsum(
             sums[1] for kind, sums in self.kinds() if kind.method not in (SCHEDULED, BESIDES)
         )
-        seconds = math.fsum(n * _price_at(bucket, prices) for bucket, n in scheduled.items())
-        return seconds * decoded / total
+        return _cost(scheduled, prices) * decoded / total
 
     def plain_error(self) -> float | None:
         """Half the width of the 95 % interval of `plain_seconds`, relative to it: from the spread
-        of plain steps in each bucket. None without any."""
+        of plain steps. None without any."""
         scheduled, prices = self._scheduled(), self._prices()
         if not prices or not scheduled:
             return None
-        variance = math.fsum(
-            max(0.0, scheduled.get(bucket, 0.0) - price.own_tokens) ** 2 * price.variance
-            for bucket, price in prices.items()
-        )
-        total = math.fsum(n * _price_at(bucket, prices) for bucket, n in scheduled.items())
-        return _NORMAL_95 * math.sqrt(variance) / total
+        alone, shared = 0.0, dict.fromkeys((occupancy for occupancy, _ in scheduled), 0.0)
+        for bucket, count in scheduled.items():
+            error = _missing(bucket, count, prices) * math.sqrt(_near(bucket, prices).variance)
+            if bucket in prices and prices[bucket].is_firm:
+                alone += error**2
+            else:  # neighbours that lean on the same steps err together
+                shared[bucket[0]] += error
+        variance = alone + math.fsum(error**2 for error in shared.values())
+        return _NORMAL_95 * math.sqrt(variance) / _cost(scheduled, prices)
 
     def _scheduled(self) -> dict[_Bucket, float]:
         """Tokens of plain decoding's schedule, by bucket."""
@@ -167,14 +166,19 @@ class StepTable(dict[str, list[float]]):
 
 
 class _Price(NamedTuple):
-    """Plain steps of a bucket: how many, of how many rows, their seconds, the squares of seconds
-    per row; and the run's tokens that came of them."""
+    """Plain steps: how many, of how many rows, their seconds, the squares of seconds per row; and
+    the run's tokens that came of them."""
 
-    steps: float
-    rows: float
-    seconds: float
-    squares: float
-    own_tokens: float
+    steps: float = 0.0
+    rows: float = 0.0
+    seconds: float = 0.0
+    squares: float = 0.0
+    own_tokens: float = 0.0
+
+    @property
+    def is_firm(self) -> bool:
+        """Whether there are enough to go by."""
+        return self.steps > _FIRM_STEPS - 0.5
 
     @property
     def mean(self) -> float:
@@ -189,11 +193,48 @@ class _Price(NamedTuple):
         return max(0.0, self.squares / self.steps - self.mean**2) / (self.steps - 1)
 
 
-def _price_at(bucket: _Bucket, prices: Mapping[_Bucket, _Price]) -> float:
-    """Seconds of a plain step per row: the bucket's own, or that of the nearest one for as many
-    rows."""
-    near = min(prices, key=lambda other: _distance(bucket, other))
-    return prices[near].mean * (1 + _BASE / bucket[0]) / (1 + _BASE / near[0])
+_Prices = Mapping[_Bucket, _Price]
+
+
+def _near(bucket: _Bucket, prices: _Prices) -> _Price:
+    """Plain steps of the bucket, and of its neighbours in context if it has too few."""
+    own = prices.get(bucket, _Price())
+    if own.is_firm:
+        return own
+    occupancy, context = bucket
+    around = (prices.get((occupancy, near), _Price()) for near in (context - 1, context + 1))
+    return _Price(*(math.fsum(sums) for sums in zip(own, *around, strict=True)))
+
+
+def _is_firm(bucket: _Bucket, prices: _Prices) -> bool:
+    return _near(bucket, prices).is_firm
+
+
+def _price_at(bucket: _Bucket, prices: _Prices) -> float:
+    """Seconds of a plain step per row, there or, without steps enough, in the nearest bucket that
+    has some, for as many rows."""
+    near = _near(bucket, prices)
+    if near.is_firm:
+        return near.mean
+    nearest = min(prices, key=lambda other: _distance(bucket, other))
+    return prices[nearest].mean * (1 + _BASE / bucket[0]) / (1 + _BASE / nearest[0])
+
+
+def _missing(bucket: _Bucket, count: float, prices: _Prices) -> float:
+    """How many of the bucket's tokens were not decoded plainly."""
+    return max(0.0, count - prices[bucket].own_tokens) if bucket in prices else count
+
+
+def _cost(scheduled: Mapping[_Bucket, float], prices: _Prices) -> float:
+    """Seconds of all these tokens."""
+    total = 0.0
+    for bucket, count in scheduled.items():
+        missing = _missing(bucket, count, prices)
+        if missing < count:
+            total += (count - missing) * prices[bucket].mean
+        if missing:
+            total += missing * _price_at(bucket, prices)
+    return total
 
 
 def _distance(a: _Bucket, b: _Bucket) -> float:

@@ -81,6 +81,22 @@ def test_a_bucket_without_plain_steps_has_the_price_of_the_nearest() -> None:
     assert steps.plain_seconds() is None, "most tokens are without"
 
 
+def test_neighbours_in_context_lend_each_other_their_steps() -> None:
+    steps = StepTable()
+    for context, seconds in ((17, 1.0), (18, 2.0), (19, 3.0), (22, 50.0)):
+        for _ in range(4):
+            steps.add(StepKind(4, context, PLAIN, 0), 4, 1, seconds / 4, seconds)
+    steps.add(StepKind(4, 18, "prompt_lookup", 3), 4, 84, 9.0, 0.0)
+    steps.add_scheduled((4, 18), 25, 100)
+    assert steps.plain_seconds() == pytest.approx(4 * 0.5 + 96 * 0.5)
+    error = steps.plain_error()
+    assert error is not None and error > 0.3
+    steps.add_scheduled((4, 20), 20, 80)
+    assert steps.plain_seconds() is not None
+    steps.add_scheduled((4, 20), 30, 120)
+    assert steps.plain_seconds() is None, "two of 19 and 22 are too few"
+
+
 def test_two_plain_steps_prove_nothing() -> None:
     assert table(plain=[1.0, 2.0]).plain_seconds() is None
     assert table(plain=[1.0, 2.0, 3.0]).plain_seconds() == pytest.approx(312 * 2.0 / 4)

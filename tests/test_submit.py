@@ -20,7 +20,7 @@ from infra import submit as submit_script
 from tests.ports import NODE_PORTS, free_ports
 from tests.s3.proxy import Fault, fault_proxy
 
-pytestmark = [pytest.mark.ray, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(300)]
 ROOT = Path(__file__).parents[1]
 RAY = Path(sys.executable).parent / "ray"
 

@@ -14,7 +14,7 @@ from tests.bulk.conftest import MAX_IN_FLIGHT, SLOTS
 from tests.bulk.helpers import by_id, lines_of, start_batch, wait_end, wait_for
 from tests.bulk.test_bad_requests import ask
 
-pytestmark = [pytest.mark.ray, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(300)]
 ROWS = 200
 
 

@@ -21,6 +21,7 @@ from tests.s3.test_run import ALL, S3Job
 
 pytestmark = [
     pytest.mark.ray,
+    pytest.mark.slow,
     pytest.mark.timeout(300),
     pytest.mark.usefixtures("ray_cluster"),
 ]

@@ -17,6 +17,7 @@ from tests.test_incremental import Runs
 
 pytestmark = [
     pytest.mark.ray,
+    pytest.mark.slow,
     pytest.mark.timeout(300),
     pytest.mark.usefixtures("ray_cluster"),
 ]

@@ -13,7 +13,7 @@ from tests.s3.secrets import CommandLines, finds, texts_below
 from tests.s3.server import SECRET
 from tests.test_submit import head_node, submit
 
-pytestmark = [pytest.mark.ray, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(300)]
 ROOT = Path(__file__).parents[2]
 
 

@@ -102,7 +102,10 @@ class DraftLengthController:
             if m != "prompt_lookup"
         }
         self._trials: dict[Method, Trial] = {m: Trial() for m in self._draft_costs}
-        self._all_off = Cooldown(first=32)
+        self._off = {
+            True: Cooldown(first=32),
+            False: Cooldown(first=32),
+        }  # drafts without a model; with
         self._invested: dict[tuple[Method, int], float] = {}
         self._prefill = Ratio(fade=1 - 1 / 16)
         self._step = 0
@@ -116,16 +119,18 @@ class DraftLengthController:
     def plan(self, rows: RowsView) -> Plan:
         """What to draft for these rows in the coming step."""
         plain = self.plain_costs.seconds(rows.bucket, len(rows))
-        if plain is None or not self._all_off.is_over(self._step):
+        if plain is None:
             return Plan({})
         self.ledger.credit = max(self.ledger.credit, _CREDIT_STEPS * plain + self._outstanding)
-        if self.ledger.balance < 0:
-            self._all_off.start(self._step)
+        allowed = [
+            method for method in self.methods if self._is_on(free=method not in self._trials)
+        ]
+        if not allowed:
             return Plan({})
         cost = self.verify_costs.step_cost(rows.bucket.occupancy, len(rows), plain)
-        if trial := self._trial(rows, cost):
+        if trial := self._trial(rows, cost, allowed):
             return trial
-        methods = [m for m in self.methods if m not in self._trials or self._trials[m].is_known]
+        methods = [m for m in allowed if m not in self._trials or self._trials[m].is_known]
         sources = [self._source(method, rows, cost) for method in methods]
         choice = best_drafts(len(rows), sources, cost)
         was_on = self._on.get(rows.bucket.occupancy, False)
@@ -134,11 +139,21 @@ class DraftLengthController:
         )
         lengths = self._lengths(choice, methods) if on else {}
         self._in_use = set(lengths)
-        for method in lengths.keys() & self._trials.keys():
-            self._trials[method].rest(self._step, succeeded=True)
+        if choice.gain > 1 + 3 * MARGIN:  # less may be chance, and no reason to try it often
+            for method in lengths.keys() & self._trials.keys():
+                self._trials[method].rest(self._step, succeeded=True)
         self._mind.note(len(rows), lengths, choice, cost, self.ledger.saved)
         self._invest(lengths, rows)
         return Plan(lengths)
+
+    def _is_on(self, *, free: bool) -> bool:
+        """Whether drafts without a model, or with one, may go on; they pause after losses."""
+        if not self._off[free].is_over(self._step):
+            return False
+        if (self.ledger.free_balance if free else self.ledger.balance) >= 0:
+            return True
+        self._off[free].start(self._step)
+        return False
 
     def _source(self, method: Method, rows: RowsView, cost: StepCost) -> Source:
         kinds = rows.kinds.get(method) or [1] * len(rows)
@@ -149,7 +164,8 @@ class DraftLengthController:
         keep, share = self.survival[method].chances(rows.slots, kinds, limits)
         if draft is None:
             return Source(keep, share, np.zeros(len(rows)))
-        return Source(keep, share, self._entry(method, rows), draft.per_pass(cost.plain, len(rows)))
+        first, per_pass = draft.of_draft(cost.plain, len(rows))
+        return Source(keep, share, self._entry(method, rows), per_pass, first)
 
     def _entry(self, method: Method, rows: RowsView) -> Floats:
         """Seconds per row to catch up, spread over the steps that the row may have."""
@@ -180,9 +196,11 @@ class DraftLengthController:
             trial.is_near(self._step) for trial in self._trials.values()
         )
 
-    def _trial(self, rows: RowsView, cost: StepCost) -> Plan | None:
+    def _trial(self, rows: RowsView, cost: StepCost, allowed: Sequence[Method]) -> Plan | None:
         """A step that tries a method on as many rows as can be paid for, if one is due."""
         for method in self._draft_costs:
+            if method not in allowed:
+                continue
             if not self._trials[method].is_due(self._step, self.survival[method]):
                 continue
             lags = rows.lags.get(method) or [0] * len(rows)
@@ -206,9 +224,11 @@ class DraftLengthController:
         """What the trial costs if no draft token stands."""
         draft = self._draft_costs[method]
         count = sum(length > 0 for length in lengths)
-        passes = draft.per_pass(self._plain_seconds(rows.bucket, count) or cost.plain, count)
+        plain = self._plain_seconds(rows.bucket, count) or cost.plain
+        first, per_pass = draft.of_draft(plain, count)
         catching_up = lag * draft.per_entry_token(self._prefill_token)
-        return cost.first + cost.token * sum(lengths) + passes * max(lengths) + catching_up
+        drafting = first + per_pass * max(lengths) + catching_up
+        return cost.first + cost.token * sum(lengths) + drafting
 
     # Learning
 
@@ -233,7 +253,8 @@ class DraftLengthController:
         self.verify_costs.record(bucket.occupancy, drafted, verify_seconds - plain)
         self._record_drafting(bucket, outcome)
         worth = plain * (count + sum(outcome.accepted)) / count
-        self.ledger.record(worth, verify_seconds + other_seconds)
+        is_free = not outcome.draft_seconds
+        self.ledger.record(worth, verify_seconds + other_seconds, is_free=is_free)
 
     def record_plain(
         self, bucket: Bucket, count: int, verify_seconds: float, other_seconds: float = 0.0

@@ -16,6 +16,7 @@ _LEAST = 0.02  # of a row's share of a plain step: no draft token is free
 _BASE = 8.0
 _PRIOR_STEPS = 2.0  # weight of that guess
 _PRIOR_FIRST = 8.0  # weight of the guess that drafts as such cost nothing
+_PRIOR_PASSES = 1.0  # weight of the guess of a drafter's passes
 
 
 @dataclass
@@ -62,7 +63,8 @@ def _distance(a: Bucket, b: Bucket) -> float:
 
 @dataclass
 class _Line:
-    """Sums behind a fit of seconds over draft tokens; `aged`: the step up to which they fade."""
+    """Sums behind a fit of seconds over draft tokens, or passes; `aged`: the step up to which they
+    fade."""
 
     aged: int = 0
     steps: float = 0.0
@@ -85,11 +87,12 @@ class _Line:
         self.seconds += seconds
         self.product += drafted * seconds
 
-    def fit(self, prior: float) -> tuple[float, float]:
-        """(intercept, slope), the first not negative, with a slope that was guessed before."""
+    def fit(self, prior: float, weight: float = _PRIOR_STEPS) -> tuple[float, float]:
+        """(intercept, slope), the first not negative, with a slope that was guessed before; as if
+        `weight` steps had shown it."""
         typical = self.squares / self.steps if self.steps else 1.0
-        squares = self.squares + _PRIOR_STEPS * typical
-        product = self.product + _PRIOR_STEPS * typical * prior
+        squares = self.squares + weight * typical
+        product = self.product + weight * typical * prior
         steps = self.steps + _PRIOR_FIRST
         determinant = steps * squares - self.drafted * self.drafted
         first = (squares * self.seconds - self.drafted * product) / determinant
@@ -129,50 +132,51 @@ class VerifyCosts:
 
 class DraftCosts:
     """What one drafter's passes cost, measured in plain steps of as many rows: a small model slows
-    down with rows and context as a large one does, by and large. Hence by number of rows."""
+    down with rows and context as a large one does, by and large. Hence by number of rows.
+
+    A draft costs an amount, as the first pass also reads what came since the last draft, and one
+    per pass.
+    """
 
     def __init__(self, guess: float) -> None:
         """`guess`: plain steps per pass, before any was seen."""
         self._guess = guess
-        self._passes: dict[int, Ratio] = {}  # by rows, up to a factor of 2
+        self._lines: dict[int, _Line] = {}  # by rows, up to a factor of 2
         self._entry = Ratio(_FADE)
 
     def record(self, passes: int, seconds: float, plain: float, rows: int) -> None:
         """`passes` took `seconds`; a plain step of the `rows` drafted for would take `plain`."""
-        if not passes:
-            return
-        found = self._passes.get(_class_of(rows))
-        if found is None:  # first calls are slow: what was expected counts as much
-            expected = Ratio(_FADE)
-            expected.add(passes * self.per_pass(plain, rows), passes * plain)
-            found = self._passes[_class_of(rows)] = expected
-        found.add(seconds, passes * plain)
+        if passes:
+            line = self._lines.setdefault(_class_of(rows), _Line())
+            line.scale(_FADE)
+            line.add(passes, seconds / plain)
 
     def knows(self, rows: int) -> bool:
         """Whether passes over about as many rows were seen."""
-        return _class_of(rows) in self._passes
+        return _class_of(rows) in self._lines
 
     def record_entry(self, tokens: int, seconds: float) -> None:
         """Catching up by so many tokens of rows that were far behind."""
         if tokens:
             self._entry.add(seconds, tokens)
 
-    def per_pass(self, plain: float, rows: int) -> float:
-        """Seconds of a pass over so many rows, whose plain step takes `plain`.
+    def of_draft(self, plain: float, rows: int) -> tuple[float, float]:
+        """Seconds of drafting at all, and of each pass, for rows whose plain step takes `plain`.
 
         From passes over about as many, if there were any. Of passes over fewer it is unknown how
         much were fixed costs; half of it (geometrically), so that more rows are tried for once.
         """
-        if not self._passes:
-            return plain * self._guess
+        if not self._lines:
+            return 0.0, plain * self._guess
         wanted = _class_of(rows)
-        near = min(self._passes, key=lambda seen: abs(math.log2(seen / wanted)))
+        near = min(self._lines, key=lambda seen: abs(math.log2(seen / wanted)))
+        first, one = self._lines[near].fit(self._guess, _PRIOR_PASSES)
         fixed = math.sqrt((near + _BASE) / (wanted + _BASE)) if near < wanted else 1.0
-        return plain * self._passes[near].value * fixed
+        return plain * first * fixed, plain * one * fixed
 
     def per_entry_token(self, prefill_token: float) -> float:
         """Seconds for each token to catch up by; `prefill_token`: of the target's prefill."""
-        return self._entry.value if self._entry.count else prefill_token * self.per_pass(1.0, 1)
+        return self._entry.value if self._entry.count else prefill_token * self.of_draft(1.0, 1)[1]
 
 
 def _class_of(rows: int) -> int:

@@ -2,29 +2,43 @@
 
 
 class Ledger:
-    """Seconds saved. Trials are paid from savings, and from a small share of the time that passes.
+    """Seconds saved, by drafts that take passes of a model and by those that take none.
 
-    A trial is allowed only if its whole cost could be lost without the balance falling below zero,
-    so that a run takes at most `(1 + share) * plain + credit` seconds, as far as
-    plain steps and costs are known.
+    Neither kind pays for the other's losses. A trial is allowed only if its whole cost could be
+    lost without the balance of its kind falling below zero, so that a run takes at most
+    `(1 + 2 * share) * plain + 2 * credit` seconds, as far as plain steps and costs are known.
     """
 
     def __init__(self, share: float = 0.01) -> None:
-        """`share`: of all time that may be lost."""
+        """`share`: of all time that either kind may lose."""
         self._share = share
-        self.saved = 0.0
+        self._saved_free = self._saved_paid = 0.0
         self.elapsed = 0.0
         self.credit = 0.0
 
-    def record(self, plain_seconds: float, seconds: float) -> None:
-        """A step took `seconds`, and its tokens would have taken `plain_seconds` without drafts."""
-        self.saved += plain_seconds - seconds
+    def record(self, plain_seconds: float, seconds: float, *, is_free: bool = True) -> None:
+        """A step took `seconds`, and its tokens would have taken `plain_seconds` without drafts.
+        `is_free`: none of these took passes of a model."""
+        if is_free:
+            self._saved_free += plain_seconds - seconds
+        else:
+            self._saved_paid += plain_seconds - seconds
         self.elapsed += seconds
 
     @property
+    def saved(self) -> float:
+        """By all drafts."""
+        return self._saved_free + self._saved_paid
+
+    @property
     def balance(self) -> float:
-        """Seconds that may yet be lost."""
-        return self.saved + self.credit + self._share * self.elapsed
+        """Seconds that drafts of models may yet lose."""
+        return self._saved_paid + self.credit + self._share * self.elapsed
+
+    @property
+    def free_balance(self) -> float:
+        """The same of drafts that take no passes."""
+        return self._saved_free + self.credit + self._share * self.elapsed
 
     def allows(self, cost: float) -> bool:
         """Whether so many seconds may be lost."""

@@ -21,6 +21,8 @@ from numpy.typing import NDArray
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 _ITERATIONS = 4
+_CLOSE = 1e-3  # relative improvement that is not worth another iteration
+_PAID_MARGIN = 0.03  # by which passes of a model must win: chances are overrated where they matter
 
 
 @dataclass(frozen=True)
@@ -39,13 +41,15 @@ class Source:
     `keep`: `[rows, places]`, chance that a draft token stands if it is proposed, those before it
     included: falling along a row, 0 where nothing can be drafted. `share`: of the same shape, the
     chance that the draft gets that far. `per_pass`: seconds of each pass of the drafter, one per
-    place, for all rows together. `entry`: seconds per row `[rows]` before its first token.
+    place, for all rows together, and `first` once. `entry`: seconds per row `[rows]` before its
+    first token.
     """
 
     keep: Floats
     share: Floats
     entry: Floats
     per_pass: float = 0.0
+    first: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -74,9 +78,13 @@ def best_drafts(rows: int, sources: Sequence[Source], cost: StepCost) -> Choice:
     free = [i for i, source in enumerate(sources) if not source.per_pass]
     paid = [i for i, source in enumerate(sources) if source.per_pass]
     best = plain_choice(rows, cost)
-    for pair in [*((i, None) for i in free), *((f, i) for i in paid for f in (*free, None))]:
-        choice = _solve(rows, sources, pair, cost)
+    for i in free:
+        choice = _solve_free(rows, sources[i], i, cost, best.goodput)
         if choice.goodput > best.goodput:
+            best = choice
+    for pair in ((f, i) for i in paid for f in (*free, None)):
+        choice = _solve(rows, sources, pair, cost, best.goodput)
+        if choice.goodput > best.goodput * (1 + _PAID_MARGIN):
             best = choice
     return best
 
@@ -87,11 +95,40 @@ def plain_choice(rows: int, cost: StepCost) -> Choice:
     return Choice(none - 1, none, rows / cost.plain, rows / cost.plain)
 
 
-def _solve(rows: int, sources: Sequence[Source], pair: Any, cost: StepCost) -> Choice:
-    """Rows choose between a source without passes and one with; either may be None."""
+def _solve_free(rows: int, source: Source, index: int, cost: StepCost, goodput: float) -> Choice:
+    """As `_solve`, for one source without passes. In plain loops: rows and places are few, and at
+    most steps this is all that there is to decide."""
+    plain = rows / cost.plain
+    keep, share = source.keep.tolist(), source.share.tolist()
+    best, best_lengths = goodput, [0] * rows
+    for _ in range(_ITERATIONS):
+        least, tokens, drafted = cost.token * best, float(rows), 0.0
+        lengths = [0] * rows
+        for i, chances in enumerate(keep):
+            for place, chance in enumerate(chances):
+                if chance <= least:
+                    break
+                tokens += chance * share[i][place]
+                drafted += share[i][place]
+                lengths[i] = place + 1
+        found = tokens / (cost.plain + cost.first + cost.token * drafted) if drafted else plain
+        before = best
+        if found > best:
+            best, best_lengths = found, lengths
+        if found <= before * (1 + _CLOSE):
+            break
+    counts = np.array(best_lengths, np.int64)
+    return Choice(np.where(counts > 0, index, -1), counts, max(best, plain), plain)
+
+
+def _solve(
+    rows: int, sources: Sequence[Source], pair: Any, cost: StepCost, goodput: float
+) -> Choice:
+    """Rows choose between a source without passes and one with; either may be None. The best, or
+    no drafts if `goodput`, which others have, cannot be exceeded."""
     free, paid = pair
     plain = plain_choice(rows, cost)
-    best, goodput = plain, plain.goodput
+    best = plain
     for _ in range(_ITERATIONS):
         source, lengths = plain.source.copy(), plain.lengths.copy()
         value = np.zeros(rows)
@@ -100,14 +137,13 @@ def _solve(rows: int, sources: Sequence[Source], pair: Any, cost: StepCost) -> C
             value = gains.sum(1)
             lengths = (gains > 0).sum(1)
             source[lengths > 0] = free
-        if paid is not None:
-            _take_paid(sources[paid], paid, cost, goodput, value, source, lengths)
+        _take_paid(sources[paid], paid, cost, goodput, value, source, lengths)
         found = _goodput(sources, source, lengths, cost)
         if found > best.goodput:
             best = Choice(source, lengths, found, plain.goodput)
-        if abs(found - goodput) <= 1e-3 * goodput:
+        if found <= goodput * (1 + _CLOSE):
             break
-        goodput = max(found, plain.goodput)
+        goodput = found
     return best
 
 
@@ -131,7 +167,7 @@ def _take_paid(
     gains = _gains(paid, cost, goodput)
     by_depth = gains.cumsum(1) - (paid.entry * goodput)[:, None] - value[:, None]
     depths = np.arange(1, gains.shape[1] + 1)
-    totals = np.maximum(by_depth, 0).sum(0) - paid.per_pass * goodput * depths
+    totals = np.maximum(by_depth, 0).sum(0) - (paid.first + paid.per_pass * depths) * goodput
     depth = int(totals.argmax())
     if totals[depth] <= 0:
         return
@@ -149,7 +185,8 @@ def _goodput(sources: Sequence[Source], source: Ints, lengths: Ints, cost: StepC
         chosen = np.arange(one.keep.shape[1]) < np.where(mine, lengths, 0)[:, None]
         tokens += float((one.keep * one.share)[chosen].sum())
         drafted += float(one.share[chosen].sum())
-        seconds += float(one.entry[mine].sum()) + one.per_pass * int(lengths[mine].max())
+        seconds += float(one.entry[mine].sum()) + one.first
+        seconds += one.per_pass * int(lengths[mine].max())
     if drafted:
         seconds += cost.first + cost.token * drafted
     return tokens / seconds

@@ -19,6 +19,7 @@ from pipeline.decoding.steps import Step
 
 _LOOKUP: Method = "prompt_lookup"
 _SEARCH_SHARE = 0.004  # of the time, for looking whether drafts would pay while there are none
+_SAVED_SHARE = 0.1  # of what drafts saved, for the same: they come and go
 _PLAN_EVERY = 8  # of the times that a lookup finds nothing: drafts of a model may pay all the same
 
 
@@ -140,7 +141,8 @@ class AutoDrafter(Drafter):
 
     def _is_due(self) -> bool:
         """Whether to look for drafts: while there are some, and else as time allows."""
-        allowed = _SEARCH_SHARE * self.controller.ledger.elapsed
+        ledger = self.controller.ledger
+        allowed = _SEARCH_SHARE * ledger.elapsed + _SAVED_SHARE * max(0.0, ledger.saved)
         return self._is_drafting or self._search_seconds <= allowed
 
     def _is_futile(self, found: Sequence[list[int]]) -> bool:

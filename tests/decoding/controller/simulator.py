@@ -108,7 +108,8 @@ def simulate(
         result.tokens += gained
         result.seconds += seconds + extra
         result.plain_seconds += machine.plain(count) * gained / count
-        result.lowest = min(result.lowest, controller.ledger.balance)
+        ledger = controller.ledger
+        result.lowest = min(result.lowest, ledger.balance, ledger.free_balance)
         result.lengths.append(sum(outcome.drafted) / count)
     return result
 

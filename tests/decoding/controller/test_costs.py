@@ -1,34 +1,38 @@
 """What the controller makes of the times that it is told."""
 
+from dataclasses import replace
+
 import pytest
 
 from pipeline.decoding.control import bucket_of
-from pipeline.decoding.controller.controller import DraftLengthController, RowsView
+from pipeline.decoding.controller.controller import DraftLengthController, Outcome, RowsView
 from pipeline.decoding.controller.costs import DraftCosts, VerifyCosts
 
 
 def test_passes_cost_what_they_took_once_enough_were_seen() -> None:
     costs = DraftCosts(0.5)
-    assert costs.per_pass(2.0, 4) == 1.0, "a guess"
+    assert costs.of_draft(2.0, 4) == (0.0, 1.0), "a guess"
     costs.record(4, 4 * 0.9 * 2.0, 2.0, 4)
-    assert costs.per_pass(2.0, 4) == pytest.approx(0.7 * 2.0, rel=0.01), (
-        "the first may have been slow"
-    )
-    for _ in range(300):
-        costs.record(4, 4 * 0.2 * 2.0, 2.0, 4)
-    assert costs.per_pass(2.0, 3) == pytest.approx(0.2 * 2.0, rel=0.02)
+    _, one = costs.of_draft(2.0, 4)
+    assert 0.5 * 2.0 < one < 0.8 * 2.0, "the first may have been slow"
+    for passes in (1, 2, 4, 10) * 100:
+        costs.record(passes, (0.4 + passes * 0.2) * 2.0, 2.0, 4)
+    first, one = costs.of_draft(2.0, 3)
+    assert 0.1 < first < 0.4 * 2.0 and 0.2 * 2.0 < one < 0.25 * 2.0
+    assert first + 4 * one == pytest.approx((0.4 + 4 * 0.2) * 2.0, rel=0.1)
 
 
 def test_more_rows_than_were_seen_are_worth_an_attempt() -> None:
     costs = DraftCosts(0.3)
     costs.record(4, 4 * 0.3, 1.0, 2)
     assert costs.knows(2) and not costs.knows(16)
-    assert 0.3 * 10 / 24 < costs.per_pass(1.0, 16) < 0.25, "part of it were fixed costs"
-    assert costs.per_pass(1.0, 1) == pytest.approx(0.3)
+    assert 0.3 * 10 / 24 < costs.of_draft(1.0, 16)[1] < 0.25, "part of it were fixed costs"
+    assert costs.of_draft(1.0, 1) == pytest.approx((0.0, 0.3), abs=1e-9)
     for _ in range(300):
         costs.record(4, 4 * 0.4, 1.0, 16)
-    assert costs.per_pass(1.0, 16) == pytest.approx(0.4, rel=0.02)
-    assert costs.per_pass(1.0, 2) == pytest.approx(0.3), "of few it is known by itself"
+    first, one = costs.of_draft(1.0, 16)
+    assert first + 4 * one == pytest.approx(1.6, rel=0.03)
+    assert costs.of_draft(1.0, 2) == pytest.approx((0.0, 0.3), abs=1e-9), "known by itself"
 
 
 def test_what_drafts_cost_is_forgotten_as_steps_go_by() -> None:
@@ -83,3 +87,16 @@ def test_a_trial_that_is_too_dear_waits_until_it_can_be_paid_for() -> None:
     for _ in range(1000):
         controller.record_plain(bucket_of(1, 100), 1, 0.01)
     assert controller.wants_trial() and trial_of(controller, view(1)) == [4]
+
+
+def test_what_a_model_loses_does_not_end_drafts_that_need_none() -> None:
+    controller = DraftLengthController(["prompt_lookup", "draft_model"], 10)
+    bucket = bucket_of(1, 100)
+    for _ in range(5):
+        controller.record_plain(bucket, 1, 0.01)
+    rows = replace(view(1), kinds={"prompt_lookup": [5], "draft_model": [1]})
+    assert "draft_model" in controller.plan(rows).lengths, "a trial"
+    outcome = Outcome(["draft_model"], [4], [4], [0], {"draft_model": 5.0}, {"draft_model": 4})
+    controller.record(bucket, outcome, 0.02, 5.0)
+    assert controller.ledger.balance < 0 < controller.ledger.free_balance
+    assert set(controller.plan(rows).lengths) == {"prompt_lookup"}

@@ -25,7 +25,7 @@ def goodput(one: Source, lengths: np.ndarray, cost: StepCost) -> float:
 
 def best_of_all(one: Source, cost: StepCost) -> float:
     """Over every threshold of chances and every depth: the best lengths are among these."""
-    rows, places = one.keep.shape
+    _, places = one.keep.shape
     return max(
         goodput(one, np.minimum((one.keep > least).sum(1), depth), cost)
         for least in (0.0, *one.keep.ravel())

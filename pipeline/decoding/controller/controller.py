@@ -102,10 +102,7 @@ class DraftLengthController:
             if m != "prompt_lookup"
         }
         self._trials: dict[Method, Trial] = {m: Trial() for m in self._draft_costs}
-        self._off = {
-            True: Cooldown(first=32),
-            False: Cooldown(first=32),
-        }  # drafts without a model; with
+        self._free_off, self._paid_off = Cooldown(first=32), Cooldown(first=32)
         self._invested: dict[tuple[Method, int], float] = {}
         self._prefill = Ratio(fade=1 - 1 / 16)
         self._step = 0
@@ -121,10 +118,10 @@ class DraftLengthController:
         plain = self.plain_costs.seconds(rows.bucket, len(rows))
         if plain is None:
             return Plan({})
-        self.ledger.credit = max(self.ledger.credit, _CREDIT_STEPS * plain + self._outstanding)
-        allowed = [
-            method for method in self.methods if self._is_on(free=method not in self._trials)
-        ]
+        self.ledger.credit = max(self.ledger.credit, _CREDIT_STEPS * plain)
+        free = self._is_on(self._free_off, self.ledger.free_balance)
+        paid = self._is_on(self._paid_off, self.ledger.balance)
+        allowed = [m for m in self.methods if (paid if m in self._trials else free)]
         if not allowed:
             return Plan({})
         cost = self.verify_costs.step_cost(rows.bucket.occupancy, len(rows), plain)
@@ -146,14 +143,13 @@ class DraftLengthController:
         self._invest(lengths, rows)
         return Plan(lengths)
 
-    def _is_on(self, *, free: bool) -> bool:
-        """Whether drafts without a model, or with one, may go on; they pause after losses."""
-        if not self._off[free].is_over(self._step):
+    def _is_on(self, off: Cooldown, balance: float) -> bool:
+        """Whether drafts of a kind may go on; they pause after losses."""
+        if not off.is_over(self._step):
             return False
-        if (self.ledger.free_balance if free else self.ledger.balance) >= 0:
-            return True
-        self._off[free].start(self._step)
-        return False
+        if balance < 0:
+            off.start(self._step)
+        return balance >= 0
 
     def _source(self, method: Method, rows: RowsView, cost: StepCost) -> Source:
         kinds = rows.kinds.get(method) or [1] * len(rows)
@@ -242,8 +238,9 @@ class DraftLengthController:
             other_seconds: all else that a plain step would not have taken.
         """
         count, drafted = len(outcome.drafted), sum(outcome.drafted)
+        is_free = not outcome.draft_seconds
         if not drafted:
-            self.record_plain(bucket, count, verify_seconds, other_seconds)
+            self.record_plain(bucket, count, verify_seconds, other_seconds, is_free=is_free)
             self._record_drafting(bucket, outcome)
             return
         self._pass_step()
@@ -253,17 +250,22 @@ class DraftLengthController:
         self.verify_costs.record(bucket.occupancy, drafted, verify_seconds - plain)
         self._record_drafting(bucket, outcome)
         worth = plain * (count + sum(outcome.accepted)) / count
-        is_free = not outcome.draft_seconds
         self.ledger.record(worth, verify_seconds + other_seconds, is_free=is_free)
 
     def record_plain(
-        self, bucket: Bucket, count: int, verify_seconds: float, other_seconds: float = 0.0
+        self,
+        bucket: Bucket,
+        count: int,
+        verify_seconds: float,
+        other_seconds: float = 0.0,
+        *,
+        is_free: bool = True,
     ) -> None:
-        """As `record`, of a step of so many rows without drafts."""
+        """As `record`, of a step of so many rows without drafts. `is_free`: no model was asked."""
         self._pass_step()
         self.plain_costs.record(bucket, count, verify_seconds)
         # it is what steps are compared with: only what came on top of it is a loss
-        self.ledger.record(verify_seconds, verify_seconds + other_seconds)
+        self.ledger.record(verify_seconds, verify_seconds + other_seconds, is_free=is_free)
 
     def _pass_step(self) -> None:
         self._step += 1
@@ -288,7 +290,7 @@ class DraftLengthController:
         """The slot's row is over."""
         for method, survival in self.survival.items():
             survival.release(slot)
-            self.ledger.credit -= self._invested.pop((method, slot), 0.0)
+            self.ledger.lent -= self._invested.pop((method, slot), 0.0)
 
     def _record_drafting(self, bucket: Bucket, outcome: Outcome) -> None:
         for method, seconds in outcome.draft_seconds.items():
@@ -314,8 +316,4 @@ class DraftLengthController:
             for slot, lag, count in zip(rows.slots, lags, counts, strict=True):
                 if lag and count and (method, slot) not in self._invested:
                     self._invested[method, slot] = lag * per_token
-                    self.ledger.credit += lag * per_token
-
-    @property
-    def _outstanding(self) -> float:
-        return sum(self._invested.values())
+                    self.ledger.lent += lag * per_token

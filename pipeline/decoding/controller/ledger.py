@@ -10,11 +10,12 @@ class Ledger:
     """
 
     def __init__(self, share: float = 0.01) -> None:
-        """`share`: of all time that either kind may lose."""
+        """`share`: of all time that either kind may lose. `credit`: seconds that it may lose at
+        once; `lent`: to models, for what they save later."""
         self._share = share
         self._saved_free = self._saved_paid = 0.0
         self.elapsed = 0.0
-        self.credit = 0.0
+        self.credit = self.lent = 0.0
 
     def record(self, plain_seconds: float, seconds: float, *, is_free: bool = True) -> None:
         """A step took `seconds`, and its tokens would have taken `plain_seconds` without drafts.
@@ -33,7 +34,7 @@ class Ledger:
     @property
     def balance(self) -> float:
         """Seconds that drafts of models may yet lose."""
-        return self._saved_paid + self.credit + self._share * self.elapsed
+        return self._saved_paid + self.credit + self.lent + self._share * self.elapsed
 
     @property
     def free_balance(self) -> float:

@@ -100,3 +100,7 @@ def test_what_a_model_loses_does_not_end_drafts_that_need_none() -> None:
     controller.record(bucket, outcome, 0.02, 5.0)
     assert controller.ledger.balance < 0 < controller.ledger.free_balance
     assert set(controller.plan(rows).lengths) == {"prompt_lookup"}
+    free = controller.ledger.free_balance
+    nothing = replace(outcome, drafted=[0], draft_seconds={"draft_model": 1.0})
+    controller.record(bucket, nothing, 0.01, 1.0)
+    assert controller.ledger.free_balance > free, "nor a model that was asked in vain"

@@ -184,13 +184,14 @@ class DraftLengthController:
 
     def may_use(self, method: Method) -> bool:
         """Whether a method with a model is in use or due for a trial; else it need not be ready."""
-        return method in self._in_use or self._trials[method].is_near(self._step)
+        return method in self._in_use or self._is_wanted(self._trials[method])
 
     def wants_trial(self) -> bool:
         """Whether a method is due to be tried, and could be paid for as far as is known."""
-        return self.ledger.allows(self._trial_price) and any(
-            trial.is_near(self._step) for trial in self._trials.values()
-        )
+        return any(map(self._is_wanted, self._trials.values()))
+
+    def _is_wanted(self, trial: Trial) -> bool:
+        return trial.is_near(self._step) and self.ledger.allows(self._trial_price)
 
     def _trial(self, rows: RowsView, cost: StepCost, allowed: Sequence[Method]) -> Plan | None:
         """A step that tries a method on as many rows as can be paid for, if one is due."""

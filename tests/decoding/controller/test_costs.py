@@ -84,6 +84,7 @@ def test_a_trial_that_is_too_dear_waits_until_it_can_be_paid_for() -> None:
     controller = make(2.0, 1)
     assert controller.wants_trial()
     assert trial_of(controller, view(1)) == [] and not controller.wants_trial()
+    assert not controller.may_use("draft_model"), "nothing is kept ready meanwhile"
     for _ in range(1000):
         controller.record_plain(bucket_of(1, 100), 1, 0.01)
     assert controller.wants_trial() and trial_of(controller, view(1)) == [4]

@@ -71,6 +71,7 @@ def plan_at_random(drafter: AutoDrafter, seed: int) -> Counter[Method]:
     drafter.controller.plan = plan  # type: ignore[method-assign]
     drafter._is_due = lambda: dice.random() < 0.8  # type: ignore[method-assign]
     drafter._is_futile = lambda found: False  # type: ignore[method-assign]
+    drafter.controller.may_use = lambda method: True  # type: ignore[method-assign]
     return asked
 
 

@@ -11,8 +11,8 @@ SCHEDULED = "scheduled"  # steps that plain decoding would have had: counts, no 
 _NORMAL_95 = 1.96
 _FIRM_STEPS = 3  # plain steps in a bucket, below which its price may be an accident
 _FIRM_SHARE = 0.5  # of the tokens that are to have such a price, else all is unknown
-# Between buckets, a step of `rows` rows costs as much as `rows + _BASE` of something.
-_BASE = 8.0
+# Between buckets, a step of `rows` rows costs as much as `rows + STEP_BASE` of something.
+STEP_BASE = 8.0
 
 _Bucket = tuple[int, int]
 
@@ -216,8 +216,8 @@ def _price_at(bucket: _Bucket, prices: _Prices) -> float:
     near = _near(bucket, prices)
     if near.is_firm:
         return near.mean
-    nearest = min(prices, key=lambda other: _distance(bucket, other))
-    return prices[nearest].mean * (1 + _BASE / bucket[0]) / (1 + _BASE / nearest[0])
+    nearest = min(prices, key=lambda other: distance(bucket, other))
+    return prices[nearest].mean * (1 + STEP_BASE / bucket[0]) / (1 + STEP_BASE / nearest[0])
 
 
 def _missing(bucket: _Bucket, count: float, prices: _Prices) -> float:
@@ -237,5 +237,6 @@ def _cost(scheduled: Mapping[_Bucket, float], prices: _Prices) -> float:
     return total
 
 
-def _distance(a: _Bucket, b: _Bucket) -> float:
+def distance(a: _Bucket, b: _Bucket) -> float:
+    """How unlike the costs of steps in two buckets of occupancy and context are."""
     return 2 * abs(math.log2(a[0] / b[0])) + abs(a[1] - b[1])

@@ -30,9 +30,12 @@ class Bucket(NamedTuple):
 def bucket_of(occupancy: int, context_tokens: float) -> Bucket:
     """The bucket of a step of `occupancy` rows that attend to `context_tokens` tokens each, in the
     mean. Occupancies 1, 2, 3 to 4, 5 to 8, ... share a bucket."""
-    return Bucket(
-        1 << (occupancy - 1).bit_length(), math.floor(2 * math.log2(max(1, context_tokens)))
-    )
+    return Bucket(class_of(occupancy), math.floor(2 * math.log2(max(1, context_tokens))))
+
+
+def class_of(rows: int) -> int:
+    """The power of 2 that stands for a number of rows: the next one that is not below it."""
+    return 1 << (rows - 1).bit_length()
 
 
 class ControlClock:

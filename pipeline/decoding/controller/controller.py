@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from pipeline.config import Method
-from pipeline.decoding.control import Bucket, bucket_of
+from pipeline.decoding.control import Bucket, class_of
 from pipeline.decoding.controller.costs import DraftCosts, PlainCosts, Ratio, VerifyCosts
 from pipeline.decoding.controller.ledger import Cooldown, Ledger
 from pipeline.decoding.controller.lengths import Choice, Floats, Source, StepCost, best_drafts
@@ -305,7 +305,7 @@ class DraftLengthController:
 
     def _plain_seconds(self, bucket: Bucket, count: int) -> float | None:
         """Of a plain step of some of a step's rows."""
-        return self.plain_costs.seconds(bucket_of(count, 1)._replace(context=bucket.context), count)
+        return self.plain_costs.seconds(Bucket(class_of(count), bucket.context), count)
 
     def _invest(self, lengths: Mapping[Method, list[int]], rows: RowsView) -> None:
         """Catching up is paid at once and saves later: lent until the row is over."""

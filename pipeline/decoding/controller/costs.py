@@ -4,16 +4,16 @@ import math
 from collections import defaultdict
 from dataclasses import dataclass
 
-from pipeline.decoding.control import Bucket
+from pipeline.decoding.control import Bucket, class_of
 from pipeline.decoding.controller.lengths import StepCost
+from pipeline.steptable import STEP_BASE, distance
 
 _PLAIN_FADE = 1 - 1 / 16  # of old steps: the machine's load changes
 _FADE = 1 - 1 / 64
 _AGE = 1 - 1 / 512  # of what verifying cost, at every step: in the end it is tried again
 _LEAST = 0.02  # of a row's share of a plain step: no draft token is free
-# Before two occupancies were seen: a step of `rows` rows costs as much as `rows + _BASE` of
-# something, and half of one of these for a draft token, whose row's K/V are being read anyway.
-_BASE = 8.0
+# Before two occupancies were seen, a draft token is guessed to cost half of a row, whose K/V are
+# being read anyway.
 _PRIOR_STEPS = 2.0  # weight of that guess
 _PRIOR_FIRST = 8.0  # weight of the guess that drafts as such cost nothing
 _PRIOR_PASSES = 1.0  # weight of the guess of a drafter's passes
@@ -45,7 +45,7 @@ class PlainCosts:
         self._buckets: dict[Bucket, Ratio] = {}
 
     def record(self, bucket: Bucket, rows: int, seconds: float) -> None:
-        self._buckets.setdefault(bucket, Ratio(_PLAIN_FADE)).add(seconds, rows + _BASE)
+        self._buckets.setdefault(bucket, Ratio(_PLAIN_FADE)).add(seconds, rows + STEP_BASE)
 
     def seconds(self, bucket: Bucket, rows: int) -> float | None:
         """Of a step of `rows` rows; from the nearest bucket that was seen, None before any."""
@@ -53,12 +53,8 @@ class PlainCosts:
         if found is None:
             if not self._buckets:
                 return None
-            found = self._buckets[min(self._buckets, key=lambda other: _distance(bucket, other))]
-        return found.value * (rows + _BASE)
-
-
-def _distance(a: Bucket, b: Bucket) -> float:
-    return 2 * abs(math.log2(a.occupancy / b.occupancy)) + abs(a.context - b.context)
+            found = self._buckets[min(self._buckets, key=lambda other: distance(bucket, other))]
+        return found.value * (rows + STEP_BASE)
 
 
 @dataclass
@@ -120,7 +116,7 @@ class VerifyCosts:
 
     def step_cost(self, occupancy: int, rows: int, plain: float) -> StepCost:
         """Of a step of `rows` rows, a plain one taking `plain` seconds."""
-        first, token = self._line(occupancy).fit(plain / (rows + _BASE) / 2)
+        first, token = self._line(occupancy).fit(plain / (rows + STEP_BASE) / 2)
         return StepCost(plain, first, max(token, _LEAST * plain / rows))
 
     def _line(self, occupancy: int) -> _Line:
@@ -147,13 +143,13 @@ class DraftCosts:
     def record(self, passes: int, seconds: float, plain: float, rows: int) -> None:
         """`passes` took `seconds`; a plain step of the `rows` drafted for would take `plain`."""
         if passes:
-            line = self._lines.setdefault(_class_of(rows), _Line())
+            line = self._lines.setdefault(class_of(rows), _Line())
             line.scale(_FADE)
             line.add(passes, seconds / plain)
 
     def knows(self, rows: int) -> bool:
         """Whether passes over about as many rows were seen."""
-        return _class_of(rows) in self._lines
+        return class_of(rows) in self._lines
 
     def record_entry(self, tokens: int, seconds: float) -> None:
         """Catching up by so many tokens of rows that were far behind."""
@@ -168,17 +164,12 @@ class DraftCosts:
         """
         if not self._lines:
             return 0.0, plain * self._guess
-        wanted = _class_of(rows)
+        wanted = class_of(rows)
         near = min(self._lines, key=lambda seen: abs(math.log2(seen / wanted)))
         first, one = self._lines[near].fit(self._guess, _PRIOR_PASSES)
-        fixed = math.sqrt((near + _BASE) / (wanted + _BASE)) if near < wanted else 1.0
+        fixed = math.sqrt((near + STEP_BASE) / (wanted + STEP_BASE)) if near < wanted else 1.0
         return plain * first * fixed, plain * one * fixed
 
     def per_entry_token(self, prefill_token: float) -> float:
         """Seconds for each token to catch up by; `prefill_token`: of the target's prefill."""
         return self._entry.value if self._entry.count else prefill_token * self.of_draft(1.0, 1)[1]
-
-
-def _class_of(rows: int) -> int:
-    """Of numbers of rows up to a power of 2."""
-    return 1 << (rows - 1).bit_length()

@@ -16,6 +16,7 @@ import torch
 from typer.testing import CliRunner
 
 from jobs.bench import app
+from pipeline.benchmark import engines
 from pipeline.benchmark.engines import EngineContender, EngineSetup, run_together
 from pipeline.benchmark.machine import OthersCpu
 from pipeline.benchmark.models import Models
@@ -303,7 +304,10 @@ def test_auto_beside_fixed_choices(tiny_model_dir: Path, prompts: Path, tmp_path
         assert all(0 < one["prefill_seconds"] < one["total_seconds"] for one in runs["auto"])
 
 
-def test_engines_side_by_side_do_what_each_does_alone(tiny_model_dir: Path, prompts: Path) -> None:
+def test_engines_side_by_side_do_what_each_does_alone(
+    tiny_model_dir: Path, prompts: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engines, "_TURN_SECONDS", 1e-9)  # a step each
     models = Models(str(tiny_model_dir), None, "float32")
     workload = load_workload(
         prompts, models.tokenizer, task=None, limit=None, max_new_tokens=NEW_TOKENS
@@ -316,8 +320,8 @@ def test_engines_side_by_side_do_what_each_does_alone(tiny_model_dir: Path, prom
 
         def watched(*args: Any, i: int = i, begin: Any = begin) -> Any:
             progress = begin(*args)
-            step = progress.step
-            progress.step = lambda: (order.append(i), step())
+            turn = progress.take_turn
+            progress.take_turn = lambda seconds: (order.append(i), turn(seconds))
             return progress
 
         contender.begin = watched  # type: ignore[method-assign]

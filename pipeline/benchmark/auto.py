@@ -2,7 +2,7 @@
 
 For each workload and number of slots one run of every fixed method and draft length finds the best
 of them; then auto, that one and plain run several times. All that is compared runs side by side,
-step by step, since a shared machine is a quarter slower in one minute than in the next. What auto
+in turns, since a shared machine is a quarter slower in one minute than in the next. What auto
 reports as its speedup is held against what the clock says of it and of plain runs beside it.
 """
 

@@ -23,6 +23,7 @@ from pipeline.stats import RunTotals
 
 _WARM_UP_TOKENS = 4
 _DRAFT_CONFIDENCE = 0.4  # as in transformers
+_TURN_SECONDS = 0.25  # of a contender: short beside the machine's moods, long beside a step
 
 
 @dataclass(frozen=True)
@@ -164,16 +165,18 @@ class Progress:
         """Tokens that are done with, of all rows."""
         return sum(row.num_cached for row in self.engine.rows.values())
 
-    def step(self) -> None:
-        """One pass of the target.
+    def take_turn(self, seconds: float) -> None:
+        """Steps for so long, one at least.
 
         Raises:
             EngineError: if a row fails.
         """
-        started = time.perf_counter()
-        completions = self.engine.step()
-        self._seconds += time.perf_counter() - started
-        check_rows(completions)
+        until = self._seconds + seconds
+        while self.engine.num_unfinished and self._seconds < until:
+            started = time.perf_counter()
+            completions = self.engine.step()
+            self._seconds += time.perf_counter() - started
+            check_rows(completions)
 
     def result(self) -> Run:
         """What came of it; `total_seconds` are those of its own steps."""
@@ -181,15 +184,17 @@ class Progress:
 
 
 def run_together(contenders: Sequence[EngineContender], workload: Workload) -> list[Run]:
-    """Generate all rows with each contender, side by side: whichever is furthest behind does its
-    next step. Whatever slows the machine down for a while then slows all of them down.
+    """Generate all rows with each contender, side by side: whichever is furthest behind has the
+    next turn. Whatever slows the machine down for a while then slows all of them down. A turn is
+    many steps: one that follows another engine's finds the caches cold, and who does few long steps
+    would always follow others.
 
     Raises:
         EngineError: if a row fails.
     """
     all_ = [contender.begin(workload) for contender in contenders]
     while running := [one for one in all_ if one.engine.num_unfinished]:
-        min(running, key=lambda one: one.num_computed).step()
+        min(running, key=lambda one: one.num_computed).take_turn(_TURN_SECONDS)
     return [one.result() for one in all_]
 
 

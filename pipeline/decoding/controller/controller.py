@@ -10,7 +10,7 @@ again after pauses that double. Knows nothing of models: `drafters.auto` feeds i
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import replace
 
 import numpy as np
 
@@ -18,10 +18,19 @@ from pipeline.config import Method
 from pipeline.decoding.control import Bucket, class_of
 from pipeline.decoding.controller.costs import DraftCosts, PlainCosts, Ratio, VerifyCosts
 from pipeline.decoding.controller.ledger import Cooldown, Ledger
-from pipeline.decoding.controller.lengths import Choice, Floats, Source, StepCost, best_drafts
+from pipeline.decoding.controller.lengths import (
+    Choice,
+    Floats,
+    Source,
+    StepCost,
+    best_drafts,
+    best_free,
+)
 from pipeline.decoding.controller.mind import Mind
 from pipeline.decoding.controller.survival import Survival
 from pipeline.decoding.controller.trial import Trial
+from pipeline.decoding.controller.views import Outcome, Plan, RowsView
+from pipeline.steptable import STEP_BASE
 
 MARGIN = 0.03  # by which drafts must be expected to win before they start
 _TRIAL_ROWS = (12, 8, 4, 2, 1)  # the most that can be paid for: passes over more cost little more
@@ -32,51 +41,7 @@ _PRIOR = 0.65  # of a draft token by a model
 _LOOKUP_PRIORS = {1: 0.3, 2: 0.4, 3: 0.5, 4: 0.65, 5: 0.8, 6: 0.9, 7: 0.95}
 _GUESSED_PASS: Mapping[Method, float] = {"early_exit": 0.3, "mtp": 0.1, "mtp_drafter": 0.2}
 _LEAST_GUESS = 0.15  # however small the model: calls cost time too
-
-
-@dataclass(frozen=True)
-class RowsView:
-    """The rows of a step, in parallel.
-
-    `limits`: draft tokens at most. `remaining`: tokens that the row may yet have. `kinds`: by
-    method the class of each row's draft, 0 for none, as of `Survival`; a method that is missing has
-    class 1 everywhere. `lags`: by method, tokens that its drafter would have to catch up by.
-    """
-
-    bucket: Bucket
-    slots: list[int]
-    limits: list[int]
-    remaining: list[int]
-    kinds: Mapping[Method, list[int]] = field(default_factory=dict)
-    lags: Mapping[Method, list[int]] = field(default_factory=dict)
-
-    def __len__(self) -> int:
-        return len(self.slots)
-
-
-@dataclass(frozen=True)
-class Plan:
-    """Draft tokens to ask for, by method and row; methods that are not asked are missing."""
-
-    lengths: dict[Method, list[int]]
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """What became of a step.
-
-    `asked`, `drafted`, `accepted`: draft tokens by row. `methods`: by row, None without a draft.
-    `draft_seconds`: by method, its passes; `passes`: of each; `entries`: tokens that it caught up
-    by, and in how many seconds.
-    """
-
-    methods: Sequence[Method | None]
-    asked: Sequence[int]
-    drafted: Sequence[int]
-    accepted: Sequence[int]
-    draft_seconds: Mapping[Method, float] = field(default_factory=dict)
-    passes: Mapping[Method, int] = field(default_factory=dict)
-    entries: Mapping[Method, tuple[int, float]] = field(default_factory=dict)
+_LOOK_AGAIN = (4, 64)  # steps between looks at a model's drafts that would not pay: first, at most
 
 
 class DraftLengthController:
@@ -105,6 +70,8 @@ class DraftLengthController:
         self._free_off, self._paid_off = Cooldown(first=32), Cooldown(first=32)
         self._invested: dict[tuple[Method, int], float] = {}
         self._prefill = Ratio(fade=1 - 1 / 16)
+        self._deciding = Ratio(fade=1 - 1 / 16)  # seconds by rows, as for plain steps
+        self._unwanted = {m: Cooldown(*_LOOK_AGAIN) for m in self._trials}
         self._step = 0
         self._in_use: set[Method] = set()
         self._mind = Mind()
@@ -124,24 +91,44 @@ class DraftLengthController:
         allowed = [m for m in self.methods if (paid if m in self._trials else free)]
         if not allowed:
             return Plan({})
-        cost = self.verify_costs.step_cost(rows.bucket.occupancy, len(rows), plain)
+        cost = self._step_cost(rows, plain)
         if trial := self._trial(rows, cost, allowed):
             return trial
-        methods = [m for m in allowed if m not in self._trials or self._trials[m].is_known]
-        sources = [self._source(method, rows, cost) for method in methods]
-        choice = best_drafts(len(rows), sources, cost)
+        methods = [m for m in allowed if self._is_in_question(m)]
+        choice = self._choose(methods, rows, cost)
         was_on = self._on.get(rows.bucket.occupancy, False)
         on = self._on[rows.bucket.occupancy] = choice.drafts and choice.gain > 1 + (
             0.0 if was_on else MARGIN
         )
         lengths = self._lengths(choice, methods) if on else {}
         self._in_use = set(lengths)
+        for method in self._trials.keys() & set(methods):
+            if method in lengths:
+                self._unwanted[method].reset()
+            else:
+                self._unwanted[method].start(self._step)
         if choice.gain > 1 + 3 * MARGIN:  # less may be chance, and no reason to try it often
             for method in lengths.keys() & self._trials.keys():
                 self._trials[method].rest(self._step, succeeded=True)
         self._mind.note(len(rows), lengths, choice, cost, self.ledger.saved)
         self._invest(lengths, rows)
         return Plan(lengths)
+
+    def _step_cost(self, rows: RowsView, plain: float) -> StepCost:
+        """Of verifying drafts, and of looking for them and deciding."""
+        cost = self.verify_costs.step_cost(rows.bucket.occupancy, len(rows), plain)
+        deciding = self._deciding.value if self._deciding.count else 0.0
+        return replace(cost, first=cost.first + deciding * (len(rows) + STEP_BASE))
+
+    def _is_in_question(self, method: Method) -> bool:
+        trial = self._trials.get(method)
+        if trial is None:
+            return True
+        return trial.is_known and self._unwanted[method].is_over(self._step)
+
+    def needs_lags(self, method: Method) -> bool:
+        """Whether the coming decision may be about this method with a model."""
+        return self._is_in_question(method) or self._trials[method].is_near(self._step)
 
     def _is_on(self, off: Cooldown, balance: float) -> bool:
         """Whether drafts of a kind may go on; they pause after losses."""
@@ -150,6 +137,15 @@ class DraftLengthController:
         if balance < 0:
             off.start(self._step)
         return balance >= 0
+
+    def _choose(self, methods: Sequence[Method], rows: RowsView, cost: StepCost) -> Choice:
+        if len(methods) == 1 and methods[0] not in self._trials:
+            kinds = rows.kinds.get(methods[0]) or [1] * len(rows)
+            least = cost.token * len(rows) / cost.plain
+            survival = self.survival[methods[0]]
+            return best_free(survival.chances_above(least, rows.slots, kinds, rows.limits), cost)
+        sources = [self._source(method, rows, cost) for method in methods]
+        return best_drafts(len(rows), sources, cost)
 
     def _source(self, method: Method, rows: RowsView, cost: StepCost) -> Source:
         kinds = rows.kinds.get(method) or [1] * len(rows)
@@ -174,11 +170,12 @@ class DraftLengthController:
         return np.array(lags) * per_token / steps
 
     def _lengths(self, choice: Choice, methods: Sequence[Method]) -> dict[Method, list[int]]:
-        return {
-            method: np.where(choice.source == index, choice.lengths, 0).tolist()
+        pair = choice.lengths, choice.source
+        found = {
+            method: [n if of == index else 0 for n, of in zip(*pair, strict=True)]
             for index, method in enumerate(methods)
-            if choice.lengths[choice.source == index].any()
         }
+        return {method: lengths for method, lengths in found.items() if any(lengths)}
 
     # Trials
 
@@ -186,9 +183,13 @@ class DraftLengthController:
         """Whether a method with a model is in use or due for a trial; else it need not be ready."""
         return method in self._in_use or self._is_wanted(self._trials[method])
 
-    def wants_trial(self) -> bool:
-        """Whether a method is due to be tried, and could be paid for as far as is known."""
-        return any(map(self._is_wanted, self._trials.values()))
+    def wants_model(self) -> bool:
+        """Whether a method with a model is due to be tried, and could be paid for as far as is
+        known, or might pay by now."""
+        return any(
+            self._is_in_question(method) or self._is_wanted(trial)
+            for method, trial in self._trials.items()
+        )
 
     def _is_wanted(self, trial: Trial) -> bool:
         return trial.is_near(self._step) and self.ledger.allows(self._trial_price)
@@ -211,6 +212,7 @@ class DraftLengthController:
                 price = self._trial_seconds(method, rows, cost, lengths, lag)
                 if self.ledger.allows(price):
                     self._trial_price = 0.0
+                    self._unwanted[method] = Cooldown(*_LOOK_AGAIN)
                     return Plan({method: lengths})
                 self._trial_price = price
         return None
@@ -239,6 +241,8 @@ class DraftLengthController:
             other_seconds: all else that a plain step would not have taken.
         """
         count, drafted = len(outcome.drafted), sum(outcome.drafted)
+        drafting = sum(outcome.draft_seconds.values())
+        self._deciding.add(max(0.0, other_seconds - drafting), count + STEP_BASE)
         is_free = not outcome.draft_seconds
         if not drafted:
             self.record_plain(bucket, count, verify_seconds, other_seconds, is_free=is_free)

@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
+Chances = tuple[Sequence[float], Sequence[float]]  # of one row: `keep` and `share` of `Source`
 _ITERATIONS = 4
 _CLOSE = 1e-3  # relative improvement that is not worth another iteration
 _PAID_MARGIN = 0.03  # by which passes of a model must win: chances are overrated where they matter
@@ -57,8 +58,8 @@ class Choice:
     """`source`: per row the index of its source, -1 for none; `lengths`: of its draft. `goodput`:
     expected tokens a second; `plain`: the same without drafts."""
 
-    source: Ints
-    lengths: Ints
+    source: list[int]
+    lengths: list[int]
     goodput: float
     plain: float
 
@@ -69,7 +70,7 @@ class Choice:
 
     @property
     def drafts(self) -> bool:
-        return bool(self.lengths.any())
+        return any(self.lengths)
 
 
 def best_drafts(rows: int, sources: Sequence[Source], cost: StepCost) -> Choice:
@@ -79,37 +80,40 @@ def best_drafts(rows: int, sources: Sequence[Source], cost: StepCost) -> Choice:
     paid = [i for i, source in enumerate(sources) if source.per_pass]
     best = plain_choice(rows, cost)
     for i in free:
-        choice = _solve_free(rows, sources[i], i, cost, best.goodput)
+        chances = list(zip(sources[i].keep.tolist(), sources[i].share.tolist(), strict=True))
+        choice = best_free(chances, cost, i)
         if choice.goodput > best.goodput:
             best = choice
-    for pair in ((f, i) for i in paid for f in (*free, None)):
-        choice = _solve(rows, sources, pair, cost, best.goodput)
-        if choice.goodput > best.goodput * (1 + _PAID_MARGIN):
-            best = choice
+    for i in paid:
+        if not _may_exceed(sources[i], cost, best.goodput * (1 + _PAID_MARGIN)):
+            continue
+        for f in (*free, None):
+            choice = _solve(rows, sources, (f, i), cost, best.goodput)
+            if choice.goodput > best.goodput * (1 + _PAID_MARGIN):
+                best = choice
     return best
 
 
-def plain_choice(rows: int, cost: StepCost) -> Choice:
-    """No drafts."""
-    none = np.zeros(rows, np.int64)
-    return Choice(none - 1, none, rows / cost.plain, rows / cost.plain)
+def best_free(rows: Sequence[Chances], cost: StepCost, index: int = 0) -> Choice:
+    """As `best_drafts`, of one source without passes, `index` by number. In plain loops: rows and
+    places are few, and at most steps this is all that there is to decide.
 
-
-def _solve_free(rows: int, source: Source, index: int, cost: StepCost, goodput: float) -> Choice:
-    """As `_solve`, for one source without passes. In plain loops: rows and places are few, and at
-    most steps this is all that there is to decide."""
-    plain = rows / cost.plain
-    keep, share = source.keep.tolist(), source.share.tolist()
-    best, best_lengths = goodput, [0] * rows
+    Args:
+        rows: of each its chances, which may end where a token is not worth its price without any
+            drafts: it is worth less beside others.
+    """
+    count = len(rows)
+    best = plain = count / cost.plain
+    best_lengths = [0] * count
     for _ in range(_ITERATIONS):
-        least, tokens, drafted = cost.token * best, float(rows), 0.0
-        lengths = [0] * rows
-        for i, chances in enumerate(keep):
-            for place, chance in enumerate(chances):
+        least, tokens, drafted = cost.token * best, float(count), 0.0
+        lengths = [0] * count
+        for i, (keep, share) in enumerate(rows):
+            for place, chance in enumerate(keep):
                 if chance <= least:
                     break
-                tokens += chance * share[i][place]
-                drafted += share[i][place]
+                tokens += chance * share[place]
+                drafted += share[place]
                 lengths[i] = place + 1
         found = tokens / (cost.plain + cost.first + cost.token * drafted) if drafted else plain
         before = best
@@ -117,8 +121,21 @@ def _solve_free(rows: int, source: Source, index: int, cost: StepCost, goodput: 
             best, best_lengths = found, lengths
         if found <= before * (1 + _CLOSE):
             break
-    counts = np.array(best_lengths, np.int64)
-    return Choice(np.where(counts > 0, index, -1), counts, max(best, plain), plain)
+    return Choice([index if n else -1 for n in best_lengths], best_lengths, best, plain)
+
+
+def _may_exceed(paid: Source, cost: StepCost, goodput: float) -> bool:
+    """Whether the source's tokens could be worth its passes at this goodput, which others have; if
+    not, neither alone nor beside others."""
+    by_depth = _gains(paid, cost, goodput).cumsum(1) - (paid.entry * goodput)[:, None]
+    depths = np.arange(1, by_depth.shape[1] + 1)
+    totals = np.maximum(by_depth, 0).sum(0) - (paid.first + paid.per_pass * depths) * goodput
+    return bool((totals > 0).any())
+
+
+def plain_choice(rows: int, cost: StepCost) -> Choice:
+    """No drafts."""
+    return Choice([-1] * rows, [0] * rows, rows / cost.plain, rows / cost.plain)
 
 
 def _solve(
@@ -130,7 +147,7 @@ def _solve(
     plain = plain_choice(rows, cost)
     best = plain
     for _ in range(_ITERATIONS):
-        source, lengths = plain.source.copy(), plain.lengths.copy()
+        source, lengths = np.full(rows, -1), np.zeros(rows, np.int64)
         value = np.zeros(rows)
         if free is not None:
             gains = _gains(sources[free], cost, goodput)
@@ -140,7 +157,7 @@ def _solve(
         _take_paid(sources[paid], paid, cost, goodput, value, source, lengths)
         found = _goodput(sources, source, lengths, cost)
         if found > best.goodput:
-            best = Choice(source, lengths, found, plain.goodput)
+            best = Choice(source.tolist(), lengths.tolist(), found, plain.goodput)
         if found <= goodput * (1 + _CLOSE):
             break
         goodput = found

@@ -1,12 +1,12 @@
 """How often the draft tokens of a method stand, learnt from what became of earlier ones."""
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from pipeline.decoding.controller.lengths import Floats
+from pipeline.decoding.controller.lengths import Chances, Floats
 
 _PRIOR_DRAFTS = 4.0  # weight of what is known in general against what a class of drafts showed
 _PRIOR_ROW = 4.0  # draft tokens: weight of the method's rate against the row's own
@@ -58,7 +58,7 @@ class Survival:
             lambda: [_Place() for _ in range(places)]
         )
         self._rows: defaultdict[int, _RowRate] = defaultdict(_RowRate)
-        self._cached: dict[int, tuple[Floats, Floats]] = {}
+        self._cached: dict[int, tuple[list[float], list[float]]] = {}  # of `_lists_of`
         self.evidence = 0.0  # drafts seen since the last trial began
 
     def record(self, slot: int, kind: int, asked: int, drafted: int, accepted: int) -> None:
@@ -67,7 +67,7 @@ class Survival:
         if not asked:
             return
         self.evidence += 1
-        conditional, _ = self._of_class(kind)
+        conditional, _ = self._lists_of(kind)
         row, places = self._rows[slot], self._classes[kind]
         for place in range(min(asked, drafted + 1)):
             counts = places[place]
@@ -79,7 +79,7 @@ class Survival:
             if place > accepted:
                 continue
             counts.reached += 1
-            row.expected += float(conditional[place])
+            row.expected += conditional[place]
             if place < accepted:
                 counts.stood += 1
                 row.stood += 1
@@ -92,15 +92,33 @@ class Survival:
 
         Class 0 has no draft.
         """
-        keep, share = np.zeros((2, len(slots), self.places))
-        for i, (slot, kind, limit) in enumerate(zip(slots, kinds, limits, strict=True)):
+        kinds = [kind if limit > 0 else 0 for kind, limit in zip(kinds, limits, strict=True)]
+        order = {kind: i for i, kind in enumerate(dict.fromkeys(kinds))}
+        of_kinds = np.array([self._of_class(kind) for kind in order])[[order[k] for k in kinds]]
+        factors = [self._rows[slot].factor if slot in self._rows else 1.0 for slot in slots]
+        chances = np.minimum(of_kinds[:, 0] * np.array(factors)[:, None], _HIGHEST)
+        within = np.arange(self.places) < np.array(limits)[:, None]
+        return chances.cumprod(1) * within, of_kinds[:, 1] * within
+
+    def chances_above(
+        self, least: float, slots: list[int], kinds: list[int], limits: list[int]
+    ) -> list[Chances]:
+        """The same row by row, as far as chances exceed `least`."""
+        rows: list[Chances] = []
+        for slot, kind, limit in zip(slots, kinds, limits, strict=True):
+            keep: list[float] = []
+            reach: Sequence[float] = ()
             if kind and limit > 0:
-                conditional, reach = self._of_class(kind)
+                conditional, reach = self._lists_of(kind)
                 factor = self._rows[slot].factor if slot in self._rows else 1.0
-                chances = np.minimum(conditional[:limit] * factor, _HIGHEST)
-                keep[i, :limit] = chances.cumprod()
-                share[i, :limit] = reach[:limit]
-        return keep, share
+                chance = 1.0
+                for one in conditional[:limit]:
+                    chance *= min(one * factor, _HIGHEST)
+                    if chance <= least:
+                        break
+                    keep.append(chance)
+            rows.append((keep, reach))
+        return rows
 
     def release(self, slot: int) -> None:
         """The slot's row is over."""
@@ -114,8 +132,12 @@ class Survival:
                 place.fade(0.25)
         self._cached.clear()
 
-    def _of_class(self, kind: int) -> tuple[Floats, Floats]:
-        """Per place: chance of a token if those before it stand, and that the draft gets there."""
+    def _of_class(self, kind: int) -> Floats:
+        """`[2, places]`: chance of a token if those before it stand, and that the draft gets there;
+        zeros for class 0."""
+        return np.array(self._lists_of(kind)) if kind else np.zeros((2, self.places))
+
+    def _lists_of(self, kind: int) -> tuple[list[float], list[float]]:
         found = self._cached.get(kind)
         if found is None:
             conditional, reach = [], []
@@ -128,5 +150,5 @@ class Survival:
                 reached *= (place.proposed + _PRIOR_DRAFTS) / (place.asked + _PRIOR_DRAFTS)
                 conditional.append(expected)
                 reach.append(reached)
-            found = self._cached[kind] = np.array(conditional), np.array(reach)
+            found = self._cached[kind] = conditional, reach
         return found

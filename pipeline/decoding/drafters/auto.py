@@ -5,12 +5,8 @@ from collections.abc import Mapping, Sequence
 
 from pipeline.config import Method
 from pipeline.decoding.control import bucket_of
-from pipeline.decoding.controller.controller import (
-    DraftLengthController,
-    Outcome,
-    Plan,
-    RowsView,
-)
+from pipeline.decoding.controller.controller import DraftLengthController
+from pipeline.decoding.controller.views import Outcome, Plan, RowsView
 from pipeline.decoding.drafters.base import Drafter, DraftRow, StepReport
 from pipeline.decoding.drafters.prompt_lookup import PromptLookupDrafter
 from pipeline.decoding.drafters.shadows import Shadows
@@ -18,9 +14,8 @@ from pipeline.decoding.runner import ModelRunner
 from pipeline.decoding.steps import Step
 
 _LOOKUP: Method = "prompt_lookup"
-_SEARCH_SHARE = 0.004  # of the time, for looking whether drafts would pay while there are none
+_SEARCH_SHARE = 0.006  # of the time, for looking whether drafts would pay while there are none
 _SAVED_SHARE = 0.1  # of what drafts saved, for the same: they come and go
-_PLAN_EVERY = 8  # of the times that a lookup finds nothing: drafts of a model may pay all the same
 
 
 class AutoDrafter(Drafter):
@@ -46,7 +41,6 @@ class AutoDrafter(Drafter):
         self._proposal = _Proposal()
         self._is_drafting = False
         self._search_seconds = 0.0
-        self._searches = 0
 
     @property
     def bytes_per_token(self) -> int:  # type: ignore[override]
@@ -147,10 +141,7 @@ class AutoDrafter(Drafter):
 
     def _is_futile(self, found: Sequence[list[int]]) -> bool:
         """Whether there is nothing to decide: no lookup, and no reason to look at models now."""
-        self._searches += 1
-        if self._is_drafting or any(found) or self.controller.wants_trial():
-            return False
-        return not self._others or self._searches % _PLAN_EVERY != 0
+        return not (self._is_drafting or any(found) or self.controller.wants_model())
 
     def _look(self, rows: Sequence[DraftRow], limits: Sequence[int]) -> list[list[int]]:
         """What a lookup finds."""
@@ -169,7 +160,11 @@ class AutoDrafter(Drafter):
 
     def _view(self, rows: Sequence[DraftRow], limits: Sequence[int]) -> RowsView:
         """The rows as the controller sees them."""
-        lags = {m: [drafter.lag(row) for row in rows] for m, drafter in self._others.items()}
+        lags = {
+            method: [drafter.lag(row) for row in rows]
+            for method, drafter in self._others.items()
+            if self.controller.needs_lags(method)
+        }
         return RowsView(
             bucket_of(len(rows), sum(len(row.tokens) for row in rows) / len(rows)),
             [row.slot for row in rows],

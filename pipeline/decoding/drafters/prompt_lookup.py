@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 from pipeline.decoding.drafters.base import Drafter, DraftRow
 
+_FEW = 16  # tokens: taking in fewer one by one is faster than all at once
 LONGEST_MATCH = 32  # tokens that are compared: the longer a match, the likelier it goes on
 
 
@@ -71,7 +72,10 @@ class NgramIndex:
         for size, positions in self._next.items():
             # An n-gram enters with the token after it, so the text's end never matches itself.
             new = range(max(self._indexed, size), len(tokens))
-            if new:
+            if len(new) < _FEW:
+                for at in new:
+                    positions[tuple(tokens[at - size : at])] = at
+            else:
                 columns = (tokens[new.start - size + i : new.stop - size + i] for i in range(size))
                 positions.update(zip(zip(*columns, strict=True), new, strict=True))
         self._indexed = len(tokens)
@@ -88,6 +92,8 @@ class NgramIndex:
 def match_length(tokens: list[int], start: int, known: int) -> int:
     """How many tokens before `start` are those at the end, up to `LONGEST_MATCH`; `known` are."""
     longest = min(LONGEST_MATCH, start)
+    if tokens[start - longest : start] == tokens[-longest:]:  # a copy that goes on
+        return longest
     while known < longest and tokens[start - 1 - known] == tokens[-1 - known]:
         known += 1
     return known

@@ -6,7 +6,8 @@ from dataclasses import dataclass, field
 
 from pipeline.config import Method
 from pipeline.decoding.control import ControlClock, bucket_of
-from pipeline.decoding.controller.controller import DraftLengthController, Outcome, Plan, RowsView
+from pipeline.decoding.controller.controller import DraftLengthController
+from pipeline.decoding.controller.views import Outcome, Plan, RowsView
 
 PLACES = 10
 

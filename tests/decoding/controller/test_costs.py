@@ -1,12 +1,14 @@
 """What the controller makes of the times that it is told."""
 
+import itertools
 from dataclasses import replace
 
 import pytest
 
 from pipeline.decoding.control import bucket_of
-from pipeline.decoding.controller.controller import DraftLengthController, Outcome, RowsView
+from pipeline.decoding.controller.controller import DraftLengthController
 from pipeline.decoding.controller.costs import DraftCosts, VerifyCosts
+from pipeline.decoding.controller.views import Outcome, RowsView
 
 
 def test_passes_cost_what_they_took_once_enough_were_seen() -> None:
@@ -82,12 +84,12 @@ def test_a_trial_takes_as_many_rows_as_can_be_paid_for() -> None:
 
 def test_a_trial_that_is_too_dear_waits_until_it_can_be_paid_for() -> None:
     controller = make(2.0, 1)
-    assert controller.wants_trial()
-    assert trial_of(controller, view(1)) == [] and not controller.wants_trial()
+    assert controller.wants_model()
+    assert trial_of(controller, view(1)) == [] and not controller.wants_model()
     assert not controller.may_use("draft_model"), "nothing is kept ready meanwhile"
     for _ in range(1000):
         controller.record_plain(bucket_of(1, 100), 1, 0.01)
-    assert controller.wants_trial() and trial_of(controller, view(1)) == [4]
+    assert controller.wants_model() and trial_of(controller, view(1)) == [4]
 
 
 def test_what_a_model_loses_does_not_end_drafts_that_need_none() -> None:
@@ -105,3 +107,35 @@ def test_what_a_model_loses_does_not_end_drafts_that_need_none() -> None:
     nothing = replace(outcome, drafted=[0], draft_seconds={"draft_model": 1.0})
     controller.record(bucket, nothing, 0.01, 1.0)
     assert controller.ledger.free_balance > free, "nor a model that was asked in vain"
+
+
+def test_looking_and_deciding_are_part_of_what_drafts_cost() -> None:
+    def drafts(deciding: float) -> bool:
+        controller = DraftLengthController(["prompt_lookup"], 10)
+        controller.ledger.credit = 1e9  # losses do not end them
+        bucket, rows = bucket_of(4, 100), replace(view(4), kinds={"prompt_lookup": [5, 0, 0, 0]})
+        for _ in range(40):
+            controller.record(bucket, Outcome([None] * 4, [0] * 4, [0] * 4, [0] * 4), 0.01, 0.0)
+            controller.record(
+                bucket,
+                Outcome(["prompt_lookup", *[None] * 3], [4, 0, 0, 0], [4, 0, 0, 0], [4, 0, 0, 0]),
+                0.0105,
+                deciding,
+            )
+        return bool(controller.plan(rows).lengths)
+
+    assert drafts(0.0005) and not drafts(0.02)
+
+
+def test_a_model_that_would_not_pay_is_looked_at_less_and_less() -> None:
+    controller = make(0.5, 1)
+    for _ in range(20):
+        controller.observe("draft_model", 0, 1, 4, 4, 0)
+    looks = []
+    for step in range(400):
+        if controller.wants_model():
+            looks.append(step)
+            controller.plan(view(1))
+        controller.record_plain(bucket_of(1, 100), 1, 0.01)
+    between = [b - a for a, b in itertools.pairwise(looks)]
+    assert between and max(between) > 4 * min(between) and max(between) <= 70

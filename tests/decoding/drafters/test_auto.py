@@ -10,7 +10,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from pipeline.config import DecodingConfig, Method
 from pipeline.decoding.batched import BatchedEngine
-from pipeline.decoding.controller.controller import Plan, RowsView
+from pipeline.decoding.controller.views import Plan, RowsView
 from pipeline.decoding.drafters.auto import AutoDrafter
 from pipeline.decoding.drafters.make import DrafterCheckpoint, make_drafter
 from pipeline.records import GenerationRequest, SamplingParams

@@ -186,8 +186,7 @@ class Progress:
 def run_together(contenders: Sequence[EngineContender], workload: Workload) -> list[Run]:
     """Generate all rows with each contender, side by side: whichever is furthest behind has the
     next turn. Whatever slows the machine down for a while then slows all of them down. A turn is
-    many steps: one that follows another engine's finds the caches cold, and who does few long steps
-    would always follow others.
+    many steps, so that hardly any of them follows one of another engine, whoever does how many.
 
     Raises:
         EngineError: if a row fails.

@@ -103,12 +103,11 @@ class DraftLengthController:
         lengths = self._lengths(choice, methods) if on else {}
         self._in_use = set(lengths)
         for method in self._trials.keys() & set(methods):
-            if method in lengths:
-                self._unwanted[method].reset()
-            else:
+            if method not in lengths:
                 self._unwanted[method].start(self._step)
-        if choice.gain > 1 + 3 * MARGIN:  # less may be chance, and no reason to try it often
-            for method in lengths.keys() & self._trials.keys():
+                continue
+            self._unwanted[method].reset()
+            if choice.gain > 1 + 3 * MARGIN:  # less may be chance, and no reason to try it often
                 self._trials[method].rest(self._step, succeeded=True)
         self._mind.note(len(rows), lengths, choice, cost, self.ledger.saved)
         self._invest(lengths, rows)
@@ -117,8 +116,8 @@ class DraftLengthController:
     def _step_cost(self, rows: RowsView, plain: float) -> StepCost:
         """Of verifying drafts, and of looking for them and deciding."""
         cost = self.verify_costs.step_cost(rows.bucket.occupancy, len(rows), plain)
-        deciding = self._deciding.value if self._deciding.count else 0.0
-        return replace(cost, first=cost.first + deciding * (len(rows) + STEP_BASE))
+        deciding = self._deciding.value * (len(rows) + STEP_BASE)
+        return replace(cost, first=cost.first + deciding)
 
     def _is_in_question(self, method: Method) -> bool:
         trial = self._trials.get(method)
@@ -140,7 +139,7 @@ class DraftLengthController:
 
     def _choose(self, methods: Sequence[Method], rows: RowsView, cost: StepCost) -> Choice:
         if len(methods) == 1 and methods[0] not in self._trials:
-            kinds = rows.kinds.get(methods[0]) or [1] * len(rows)
+            kinds = rows.kinds_of(methods[0])
             least = cost.token * len(rows) / cost.plain
             survival = self.survival[methods[0]]
             return best_free(survival.chances_above(least, rows.slots, kinds, rows.limits), cost)
@@ -148,7 +147,7 @@ class DraftLengthController:
         return best_drafts(len(rows), sources, cost)
 
     def _source(self, method: Method, rows: RowsView, cost: StepCost) -> Source:
-        kinds = rows.kinds.get(method) or [1] * len(rows)
+        kinds = rows.kinds_of(method)
         draft = self._draft_costs.get(method)
         # what passes over so many rows cost is found out with short drafts
         longest = _TRIAL_LENGTH if draft and not draft.knows(len(rows)) else self.max_length
@@ -283,7 +282,7 @@ class DraftLengthController:
 
     @property
     def _prefill_token(self) -> float:
-        return self._prefill.value if self._prefill.count else 0.0
+        return self._prefill.value
 
     def observe(
         self, method: Method, slot: int, kind: int, asked: int, drafted: int, accepted: int

@@ -35,7 +35,8 @@ class Ratio:
 
     @property
     def value(self) -> float:
-        return self.above / self.below
+        """0 before any term."""
+        return self.above / self.below if self.count else 0.0
 
 
 class PlainCosts:

@@ -127,9 +127,7 @@ def best_free(rows: Sequence[Chances], cost: StepCost, index: int = 0) -> Choice
 def _may_exceed(paid: Source, cost: StepCost, goodput: float) -> bool:
     """Whether the source's tokens could be worth its passes at this goodput, which others have; if
     not, neither alone nor beside others."""
-    by_depth = _gains(paid, cost, goodput).cumsum(1) - (paid.entry * goodput)[:, None]
-    depths = np.arange(1, by_depth.shape[1] + 1)
-    totals = np.maximum(by_depth, 0).sum(0) - (paid.first + paid.per_pass * depths) * goodput
+    _, totals = _worth(paid, _gains(paid, cost, goodput), goodput)
     return bool((totals > 0).any())
 
 
@@ -171,6 +169,17 @@ def _gains(source: Source, cost: StepCost, goodput: float) -> Floats:
     return gains
 
 
+def _worth(
+    paid: Source, gains: Floats, goodput: float, value: Floats | float = 0.0
+) -> tuple[Floats, Floats]:
+    """Tokens that drafts of each depth add: by row beyond the row's `value` elsewhere, `[rows,
+    depths]`; and of all rows that gain, less what the passes' time would yield, `[depths]`."""
+    by_depth = gains.cumsum(1) - (paid.entry * goodput + value)[:, None]
+    depths = np.arange(1, gains.shape[1] + 1)
+    passes = (paid.first + paid.per_pass * depths) * goodput
+    return by_depth, np.maximum(by_depth, 0).sum(0) - passes
+
+
 def _take_paid(
     paid: Source,
     index: int,
@@ -182,9 +191,7 @@ def _take_paid(
 ) -> None:
     """Give rows to the source that takes passes, at the depth at which that gains most."""
     gains = _gains(paid, cost, goodput)
-    by_depth = gains.cumsum(1) - (paid.entry * goodput)[:, None] - value[:, None]
-    depths = np.arange(1, gains.shape[1] + 1)
-    totals = np.maximum(by_depth, 0).sum(0) - (paid.first + paid.per_pass * depths) * goodput
+    by_depth, totals = _worth(paid, gains, goodput, value)
     depth = int(totals.argmax())
     if totals[depth] <= 0:
         return

@@ -58,7 +58,7 @@ class Survival:
             lambda: [_Place() for _ in range(places)]
         )
         self._rows: defaultdict[int, _RowRate] = defaultdict(_RowRate)
-        self._cached: dict[int, tuple[list[float], list[float]]] = {}  # of `_lists_of`
+        self._cached: dict[int, tuple[list[float], list[float]]] = {}  # of `_of_class`
         self.evidence = 0.0  # drafts seen since the last trial began
 
     def record(self, slot: int, kind: int, asked: int, drafted: int, accepted: int) -> None:
@@ -67,7 +67,7 @@ class Survival:
         if not asked:
             return
         self.evidence += 1
-        conditional, _ = self._lists_of(kind)
+        conditional, _ = self._of_class(kind)
         row, places = self._rows[slot], self._classes[kind]
         for place in range(min(asked, drafted + 1)):
             counts = places[place]
@@ -92,13 +92,11 @@ class Survival:
 
         Class 0 has no draft.
         """
-        kinds = [kind if limit > 0 else 0 for kind, limit in zip(kinds, limits, strict=True)]
-        order = {kind: i for i, kind in enumerate(dict.fromkeys(kinds))}
-        of_kinds = np.array([self._of_class(kind) for kind in order])[[order[k] for k in kinds]]
-        factors = [self._rows[slot].factor if slot in self._rows else 1.0 for slot in slots]
-        chances = np.minimum(of_kinds[:, 0] * np.array(factors)[:, None], _HIGHEST)
-        within = np.arange(self.places) < np.array(limits)[:, None]
-        return chances.cumprod(1) * within, of_kinds[:, 1] * within
+        keep, share = np.zeros((2, len(slots), self.places))
+        for i, (chances, reach) in enumerate(self.chances_above(0.0, slots, kinds, limits)):
+            keep[i, : len(chances)] = chances
+            share[i, : len(chances)] = reach[: len(chances)]
+        return keep, share
 
     def chances_above(
         self, least: float, slots: list[int], kinds: list[int], limits: list[int]
@@ -109,7 +107,7 @@ class Survival:
             keep: list[float] = []
             reach: Sequence[float] = ()
             if kind and limit > 0:
-                conditional, reach = self._lists_of(kind)
+                conditional, reach = self._of_class(kind)
                 factor = self._rows[slot].factor if slot in self._rows else 1.0
                 chance = 1.0
                 for one in conditional[:limit]:
@@ -132,12 +130,8 @@ class Survival:
                 place.fade(0.25)
         self._cached.clear()
 
-    def _of_class(self, kind: int) -> Floats:
-        """`[2, places]`: chance of a token if those before it stand, and that the draft gets there;
-        zeros for class 0."""
-        return np.array(self._lists_of(kind)) if kind else np.zeros((2, self.places))
-
-    def _lists_of(self, kind: int) -> tuple[list[float], list[float]]:
+    def _of_class(self, kind: int) -> tuple[list[float], list[float]]:
+        """Per place: chance of a token if those before it stand, and that the draft gets there."""
         found = self._cached.get(kind)
         if found is None:
             conditional, reach = [], []

@@ -26,6 +26,10 @@ class RowsView:
     def __len__(self) -> int:
         return len(self.slots)
 
+    def kinds_of(self, method: Method) -> list[int]:
+        """By row, for a method that may be missing."""
+        return self.kinds.get(method) or [1] * len(self)
+
 
 @dataclass(frozen=True)
 class Plan:

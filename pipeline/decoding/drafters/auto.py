@@ -37,7 +37,6 @@ class AutoDrafter(Drafter):
         self.controller = controller
         self._shadows = Shadows()
         self._methods: dict[int, Method] = {}  # by slot: of the last proposal
-        self._kinds: dict[int, int] = {}
         self._proposal = _Proposal()
         self._is_drafting = False
         self._search_seconds = 0.0

@@ -30,6 +30,7 @@ from tests import zoo
 from tests.decoding.oracle import decode, generate, make_engine
 from tests.zoo import corpus
 from tests.zoo.deepseek import published_tensors
+from tests.zoo.gemma import WINDOW
 
 
 @dataclass(frozen=True)
@@ -266,6 +267,7 @@ def recorded_drafts(model: Any) -> Iterator[dict[tuple[int, ...], list[int]]]:
         get = generator.get_candidates
 
         def get_candidates(input_ids: Any, **kwargs: Any) -> Any:
+            show_accepted_only(kwargs.get("model_outputs"), input_ids.shape[1])
             found = get(input_ids, **kwargs)
             before = tuple(input_ids[0].tolist())
             drafts[before] = found[0][0, len(before) :].tolist()
@@ -277,6 +279,19 @@ def recorded_drafts(model: Any) -> Iterator[dict[tuple[int, ...], list[int]]]:
     model._get_candidate_generator = make
     yield drafts
     del model._get_candidate_generator
+
+
+def show_accepted_only(outputs: Any, length: int) -> None:
+    """Mend what transformers shows a drafter that reads the target's K and V: of each layer those
+    of the first `length` places, which behind the window, where early places are gone, takes in
+    rejected tokens; and one place more than the window holds."""
+    states = getattr(outputs, "shared_kv_states", None)
+    if states is None:
+        return
+    rejected = states["full_attention"][0].shape[2] - (length - 1)  # the last token is not in yet
+    seen = {"full_attention": length, "sliding_attention": WINDOW}
+    for kind, pair in states.items():
+        states[kind] = tuple(x[:, :, : x.shape[2] - rejected][:, :, -seen[kind] :] for x in pair)
 
 
 @pytest.mark.parametrize("name", [name for name in CASES if name != "universal"])

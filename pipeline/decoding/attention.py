@@ -13,6 +13,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
 from pipeline.decoding import native
+from pipeline.decoding.latents import Absorbed, beside
 from pipeline.decoding.steps import Step, active_step
 
 NAME = "draftmill"
@@ -35,7 +36,8 @@ def ragged_attention(
 
     Args:
         query: `[1, heads, N, head_dim]`.
-        key, value: `[step.num_slots, kv_heads, step.kv_len, head_dim]`; head_dim may differ.
+        key, value: `[step.num_slots, kv_heads, step.kv_len, head_dim]`; head_dim may differ. Of a
+            layer that has `absorbed` (see `latents`), in decode steps: latents and rotated parts.
         sliding_window: positions that a token sees, itself included; None: all before it.
         softcap: bound of the scores, as in Gemma 2.
         s_aux: `[heads]`, one sink logit per head, as in GPT-OSS.
@@ -47,7 +49,11 @@ def ragged_attention(
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     attend = _Attend(scale, sliding_window, softcap, s_aux)
     if step.decoding:
-        return _decode(step, query, key, value, attend), None
+        absorbed: Absorbed | None = getattr(module, "absorbed", None)
+        if absorbed is None:
+            return _decode(step, query, key, value, attend), None
+        found = _decode(step, absorbed.query(query), beside(key, value), key, attend)
+        return absorbed.value(found), None
     pieces = []
     for i, span in enumerate(step.spans):
         row = span.slot - step.first_slot

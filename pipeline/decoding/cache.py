@@ -39,7 +39,7 @@ class SlotCache:
         """
         step = active_step()
         if layer_idx not in self._layers:
-            self._layers[layer_idx] = (self._allocate(keys), self._allocate(values))
+            self._layers[layer_idx] = self._allocate(keys, values)
         storage, new = self._layers[layer_idx], (keys[0], values[0])
         if not (step.decoding and native.write_rows(step, storage, new)):
             for part, one in zip(storage, new, strict=True):
@@ -74,9 +74,16 @@ class SlotCache:
         """Of one position of one slot."""
         return self.num_bytes // (self.num_slots * self.max_len)
 
-    def _allocate(self, like: torch.Tensor) -> torch.Tensor:
+    def _allocate(
+        self, keys: torch.Tensor, values: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         # What no row has written yet is masked, but 0 * nan would not be 0.
-        return lazy_zeros((self.num_slots, like.shape[1], self.max_len, like.shape[3]), like)
+        (_, heads, _, size), value_size = keys.shape, values.shape[3]
+        shape = (self.num_slots, heads, self.max_len)
+        if heads == 1 and size != value_size:  # latents and their rotated parts are read as one
+            both = lazy_zeros((*shape, size + value_size), keys)
+            return both[..., :size], both[..., size:]
+        return lazy_zeros((*shape, size), keys), lazy_zeros((*shape, value_size), values)
 
     # What decoders ask of a cache before they call `update`. Positions and masks are ours, so the
     # answers only must not fail.

@@ -238,11 +238,12 @@ int attend_rows(const Task *t) {
 /* New K and V of decoding rows into the slots' storage; all strides in bytes. */
 typedef struct {
     const void *new_key, *new_value; /* [N, kv_heads, size], by strides */
-    void *key, *value;               /* [slots, kv_heads, places, size], contiguous, from the first slot on */
+    void *key, *value;               /* [slots, kv_heads, places, size] from the first slot on */
     const int64_t *slots, *starts, *offsets;
     int64_t rows, kv_heads, places;
     int64_t key_token, key_head, value_token, value_head;
     int64_t key_bytes, value_bytes; /* of one head of one token */
+    int64_t key_place, value_place; /* from place to place; slots and heads follow without gaps */
 } Write;
 
 void write_rows(const Write *w) {
@@ -253,8 +254,8 @@ void write_rows(const Write *w) {
                 int64_t at = (w->slots[row] * w->kv_heads + head) * w->places + place;
                 const char *k = (const char *)w->new_key + token * w->key_token + head * w->key_head;
                 const char *v = (const char *)w->new_value + token * w->value_token + head * w->value_head;
-                memcpy((char *)w->key + at * w->key_bytes, k, w->key_bytes);
-                memcpy((char *)w->value + at * w->value_bytes, v, w->value_bytes);
+                memcpy((char *)w->key + at * w->key_place, k, w->key_bytes);
+                memcpy((char *)w->value + at * w->value_place, v, w->value_bytes);
             }
 }
 

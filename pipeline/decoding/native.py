@@ -43,6 +43,7 @@ _WRITE_POINTERS = ("new_key", "new_value", "key", "value", "slots", "starts", "o
 _WRITE_COUNTS = (
     *("rows", "kv_heads", "places"),
     *("key_token", "key_head", "value_token", "value_head", "key_bytes", "value_bytes"),
+    *("key_place", "value_place"),
 )
 _NORM = (  # arguments of rms_norm
     *(ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p),
@@ -154,7 +155,8 @@ def write_rows(
     """Copy the K and V of a decode step to their places.
 
     Args:
-        storage: of K and of V, `[slots, kv_heads, places, size]`, contiguous; the sizes may differ.
+        storage: of K and of V, `[slots, kv_heads, places, size]`, contiguous but for what may lie
+            between places; the sizes may differ.
         new: `[kv_heads, N, size]` of the same dtype.
 
     Returns:
@@ -170,7 +172,7 @@ def write_rows(
     )
     if not fits or not available():
         return False
-    alike = (k.shape, v.shape, k.dtype, new_k.stride(), new_v.stride())
+    alike = (k.shape, v.shape, k.stride(), v.stride(), k.dtype, new_k.stride(), new_v.stride())
     write = step.tasks.get(alike)
     if write is None:
         if step.kv_len > k.shape[2] or step.first_slot + step.num_slots > k.shape[0]:
@@ -181,6 +183,7 @@ def write_rows(
             *(None, None, None, None, slots, starts, offsets),
             *(len(step.spans), k.shape[1], k.shape[2], *strides),
             *(x.shape[3] * x.itemsize for x in storage),
+            *(x.stride(2) * x.itemsize for x in storage),
         )
     first = step.first_slot
     write.new_key, write.new_value = new_k.data_ptr(), new_v.data_ptr()

@@ -182,6 +182,11 @@ def running(step: Step) -> Iterator[None]:
         _active.step = previous
 
 
+def is_decoding() -> bool:
+    """Whether this thread is running a decode step."""
+    return _active.step is not None and _active.step.decoding
+
+
 def active_step() -> Step:
     """The step that this thread is running.
 

@@ -32,7 +32,7 @@ _DEEPSEEK_EXPERTS = _EXPERTS | {
     "n_shared_experts": 1,
     "first_k_dense_replace": 1,
 }
-_LATENT = {
+LATENT = {
     "num_key_value_heads": 4,
     "q_lora_rank": 16,
     "kv_lora_rank": 16,
@@ -68,7 +68,8 @@ FITTING: dict[str, dict[str, Any]] = {
     "granite": _GROUPED,
     "cohere2": _GROUPED | _SLIDING | {"num_hidden_layers": 4},
     "smollm3": _GROUPED | {"no_rope_layers": [1, 0]},
-    "deepseek_v3": _DEEPSEEK_EXPERTS | _LATENT,
+    "deepseek_v2": _DEEPSEEK_EXPERTS | LATENT,
+    "deepseek_v3": _DEEPSEEK_EXPERTS | LATENT,
     "glm4_moe": _HEAD | _DEEPSEEK_EXPERTS,
     "afmoe": _HEAD
     | _SLIDING

@@ -95,16 +95,20 @@ def test_prompt_chunks(kind: str) -> None:
     assert (out[0].double() - expected).abs().max() < 1e-5
 
 
+@pytest.mark.parametrize("heads", [3, 1])  # one head: K and V lie side by side
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_writing_decoding_rows(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_writing_decoding_rows(
+    dtype: torch.dtype, heads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     if not native.available():
         pytest.skip("no C compiler here")
     # the first slot is not the cache's first
     step = Step([Span(slot + 1, start, [0] * n) for slot, start, n in ROWS], decoding=True)
     generator = torch.Generator().manual_seed(3)
     # the shapes of rotated keys, and of values as a view of a projection's output
-    keys = torch.randn(1, 3, step.num_tokens, 20, generator=generator).to(dtype)
-    values = torch.randn(1, step.num_tokens, 3, 12, generator=generator).to(dtype).transpose(1, 2)
+    keys = torch.randn(1, heads, step.num_tokens, 20, generator=generator).to(dtype)
+    values = torch.randn(1, step.num_tokens, heads, 12, generator=generator).to(dtype)
+    values = values.transpose(1, 2)
     caches = []
     for compiled in (True, False):
         monkeypatch.setattr(native, "available", lambda compiled=compiled: compiled)
@@ -112,7 +116,7 @@ def test_writing_decoding_rows(dtype: torch.dtype, monkeypatch: pytest.MonkeyPat
         with running(step):
             for layer in range(2):
                 views = cache.update(keys + layer, values - layer, layer)
-                assert [v.shape[1:] for v in views] == [(3, 100, 20), (3, 100, 12)]
+                assert [v.shape[1:] for v in views] == [(heads, 100, 20), (heads, 100, 12)]
         caches.append(cache)
     assert "tasks" in vars(step) and step.tasks  # the first was compiled
     for mine, torchs in zip(*(c._layers.values() for c in caches), strict=True):

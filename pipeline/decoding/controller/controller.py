@@ -200,9 +200,9 @@ class DraftLengthController:
                 continue
             if not self._trials[method].is_due(self._step, self.survival[method]):
                 continue
-            lags = rows.lags.get(method) or [0] * len(rows)
+            lags, kinds = rows.lags.get(method) or [0] * len(rows), rows.kinds_of(method)
             order = sorted(range(len(rows)), key=lambda i: (lags[i], -rows.remaining[i]))
-            able = [i for i in order if rows.limits[i] > 0]
+            able = [i for i in order if rows.limits[i] > 0 and kinds[i]]
             for count in sorted({min(n, len(able)) for n in _TRIAL_ROWS if able}, reverse=True):
                 lengths = [0] * len(rows)
                 for i in able[:count]:

@@ -82,6 +82,13 @@ def test_a_trial_takes_as_many_rows_as_can_be_paid_for() -> None:
     assert 0 < sum(map(bool, behind)) < 12, "catching up costs too"
 
 
+def test_a_trial_leaves_out_rows_that_cannot_be_drafted_for() -> None:
+    able = [0, 1, 1, 0]  # of the others, say, no hidden states were kept
+    rows = replace(view(4), kinds={"draft_model": able})
+    assert trial_of(make(0.2, 4), rows) == [4 * one for one in able]
+    assert trial_of(make(0.2, 4), replace(rows, kinds={"draft_model": [0] * 4})) == []
+
+
 def test_a_trial_that_is_too_dear_waits_until_it_can_be_paid_for() -> None:
     controller = make(2.0, 1)
     assert controller.wants_model()

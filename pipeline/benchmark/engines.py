@@ -14,6 +14,7 @@ from pipeline.decoding.checkpoint import estimate_memory
 from pipeline.decoding.drafters.base import Drafter
 from pipeline.decoding.drafters.make import make_drafter
 from pipeline.decoding.memory import SlotBudget
+from pipeline.decoding.packing import prepare_linears
 from pipeline.decoding.rows import Row
 from pipeline.decoding.timing import StepTimes
 from pipeline.errors import EngineError
@@ -76,6 +77,8 @@ def make_engine(
     dtype = str(models.target.dtype).removeprefix("torch.")
     token_bytes = estimate_memory(models.config, dtype, None).kv_bytes_per_token
     kv_bytes = token_bytes * max_model_len * (setup.slots + 1)
+    if drafter is not None:
+        prepare_linears(models.target, setup.slots)
     return RecordingEngine(
         models.target,
         models.tokenizer,

@@ -13,6 +13,7 @@ from pipeline.decoding.engine import Engine
 from pipeline.decoding.layers import replace_layers
 from pipeline.decoding.loading import load_model, load_tokenizer, set_threads
 from pipeline.decoding.memory import slot_budget
+from pipeline.decoding.packing import prepare_linears
 from pipeline.decoding.prefix import template_prefix
 from pipeline.decoding.reference import ReferenceEngine
 from pipeline.decoding.selftest import misfit
@@ -116,6 +117,8 @@ def _batched(
         actors_on_host=config.resources.num_actors,
         gpu_share=num_gpus or 1.0,
     )
+    if drafter is not None:
+        prepare_linears(model, budget.max_slots)
     return BatchedEngine(
         model,
         tokenizer,

@@ -7,6 +7,7 @@ once per layer at load, and a layer that they do not suit stays as it was.
 """
 
 import logging
+import time
 from typing import Any
 
 import torch
@@ -17,6 +18,8 @@ logger = logging.getLogger(__name__)
 _ROWS_HINT = 16  # packing for a decode step; it serves all row counts
 _LEAST_ROWS = 4  # in float32: 1, 2 and 3 take 1.2, 1.5 and 1.1 times as long as 4
 _CHECKED_ROWS = 4
+_PREPARED = 4  # tokens per row of a step, and
+_PREPARING = 2.0  # seconds at most for that
 _LEAST_WEIGHTS = 1 << 16  # a call takes 30 us more than a plain one: as long as a smaller product
 _DTYPES = (torch.float32, torch.bfloat16)
 
@@ -77,6 +80,29 @@ def pack_linears(model: Any) -> int:
     if failures:
         logger.warning("%d of %d linear layers stay unpacked", failures, packed + failures)
     return packed
+
+
+@torch.inference_mode()
+def prepare_linears(model: Any, slots: int, seconds: float = _PREPARING) -> int:
+    """Run packed layers of each shape over 1, 2, ... tokens, up to short drafts for all slots or as
+    far as time allows; how many came up.
+
+    oneDNN compiles a kernel for a number of tokens when it first comes up, which for all layers of
+    a small model takes a third of a decode step: first drafts would seem dearer than drafts are.
+    """
+    layers = {
+        (one.in_features, one.out_features, one.bias is None): one
+        for one in model.modules()
+        if isinstance(one, PackedLinear)
+    }
+    until = time.perf_counter() + seconds
+    most = _PREPARED * slots if layers else 0
+    for count in range(1, most + 1):
+        if time.perf_counter() >= until:
+            return count - 1
+        for layer in layers.values():
+            layer(torch.zeros(count, layer.in_features, dtype=layer.weight.dtype))
+    return most
 
 
 def _try_pack(linear: nn.Linear) -> Any:

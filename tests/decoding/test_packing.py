@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from pipeline.decoding.packing import PackedLinear, pack_linears
+from pipeline.decoding.packing import PackedLinear, pack_linears, prepare_linears
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -26,3 +26,18 @@ def test_packed_layers_compute_the_same(bias: bool, dtype: torch.dtype) -> None:
             assert torch.allclose(found.float(), expected.float(), rtol=tolerance, atol=tolerance)
         columns = torch.randn(2, 300)[:, 9 : 9 + 256].to(dtype)  # not contiguous
         assert torch.allclose(packed(columns), plain(columns), rtol=2e-2, atol=2e-2)
+
+
+def test_layers_are_run_over_every_number_of_tokens_that_short_drafts_make() -> None:
+    model = nn.Sequential(nn.Linear(256, 320), nn.Linear(320, 256), nn.Linear(256, 320))
+    assert prepare_linears(model, 2) == 0, "nothing is packed"
+    if not pack_linears(model):
+        pytest.skip("this build of torch cannot pack")
+    seen: list[tuple[int, int]] = []
+    for index, layer in enumerate(model):
+        layer.register_forward_hook(lambda _, x, __, i=index: seen.append((i, len(x[0]))))
+    assert prepare_linears(model, 2, seconds=0.0) == 0 and not seen
+    assert prepare_linears(model, 2, seconds=60.0) == 8
+    shapes = {(0 if i == 2 else i, count) for i, count in seen}  # those of the first and last
+    assert shapes == {(i, count) for i in (0, 1) for count in range(1, 9)}
+    assert len(seen) == len(shapes), "one layer of each shape"

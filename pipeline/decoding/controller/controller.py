@@ -28,13 +28,12 @@ from pipeline.decoding.controller.lengths import (
 )
 from pipeline.decoding.controller.mind import Mind
 from pipeline.decoding.controller.survival import Survival
-from pipeline.decoding.controller.trial import Trial
+from pipeline.decoding.controller.trial import TRIAL_LENGTH, Trial
 from pipeline.decoding.controller.views import Outcome, Plan, RowsView
 from pipeline.steptable import STEP_BASE
 
 MARGIN = 0.03  # by which drafts must be expected to win before they start
 _TRIAL_ROWS = (12, 8, 4, 2, 1)  # the most that can be paid for: passes over more cost little more
-_TRIAL_LENGTH = 4
 _CREDIT_STEPS = 3.0  # plain steps that may be lost at the start
 _PRIOR = 0.65  # of a draft token by a model
 # Of one by lookup, by the class of its match: a long one is a copy that goes on.
@@ -150,7 +149,7 @@ class DraftLengthController:
         kinds = rows.kinds_of(method)
         draft = self._draft_costs.get(method)
         # what passes over so many rows cost is found out with short drafts
-        longest = _TRIAL_LENGTH if draft and not draft.knows(len(rows)) else self.max_length
+        longest = TRIAL_LENGTH if draft and not draft.knows(len(rows)) else self.max_length
         limits = [min(limit, longest) for limit in rows.limits]
         keep, share = self.survival[method].chances(rows.slots, kinds, limits)
         if draft is None:
@@ -198,15 +197,17 @@ class DraftLengthController:
         for method in self._draft_costs:
             if method not in allowed:
                 continue
-            if not self._trials[method].is_due(self._step, self.survival[method]):
+            trial, survival = self._trials[method], self.survival[method]
+            if not trial.is_due(self._step, survival):
                 continue
             lags, kinds = rows.lags.get(method) or [0] * len(rows), rows.kinds_of(method)
             order = sorted(range(len(rows)), key=lambda i: (lags[i], -rows.remaining[i]))
             able = [i for i in order if rows.limits[i] > 0 and kinds[i]]
-            for count in sorted({min(n, len(able)) for n in _TRIAL_ROWS if able}, reverse=True):
+            most = min(len(able), trial.wanted(survival))
+            for count in sorted({min(n, most) for n in _TRIAL_ROWS if most}, reverse=True):
                 lengths = [0] * len(rows)
                 for i in able[:count]:
-                    lengths[i] = min(_TRIAL_LENGTH, rows.limits[i])
+                    lengths[i] = min(trial.length, rows.limits[i])
                 lag = sum(lags[i] for i in able[:count])
                 price = self._trial_seconds(method, rows, cost, lengths, lag)
                 if self.ledger.allows(price):

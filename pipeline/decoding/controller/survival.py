@@ -59,7 +59,7 @@ class Survival:
         )
         self._rows: defaultdict[int, _RowRate] = defaultdict(_RowRate)
         self._cached: dict[int, tuple[list[float], list[float]]] = {}  # of `_of_class`
-        self.evidence = 0.0  # drafts seen since the last trial began
+        self.evidence = 0  # drafts seen since the last trial began
 
     def record(self, slot: int, kind: int, asked: int, drafted: int, accepted: int) -> None:
         """A draft was verified: at most `asked` tokens, `drafted` of which came, and `accepted`
@@ -124,7 +124,7 @@ class Survival:
 
     def start_trial(self) -> None:
         """From now on new drafts count more than what was seen before."""
-        self.evidence = 0.0
+        self.evidence = 0
         for places in self._classes.values():
             for place in places:
                 place.fade(0.25)

@@ -4,7 +4,9 @@ from pipeline.decoding.controller.ledger import Cooldown
 from pipeline.decoding.controller.survival import Survival
 
 _TRIAL_DRAFTS = 12  # of a model, before it is judged
-_RETRIAL_DRAFTS = 6  # of one that was judged before
+TRIAL_LENGTH = 4  # tokens of these
+_RETRIAL_DRAFTS = 6  # of one that was judged before: most such trials are in vain, and must be cheap
+_RETRIAL_LENGTH = 3
 
 
 class Trial:
@@ -22,11 +24,20 @@ class Trial:
                 return False
             survival.start_trial()
             self._is_running = True
-        if survival.evidence < (_RETRIAL_DRAFTS if self.is_known else _TRIAL_DRAFTS):
+        if self.wanted(survival) > 0:
             return True
         self.is_known = True
         self.rest(step, succeeded=False)
         return False
+
+    def wanted(self, survival: Survival) -> int:
+        """Drafts that are yet to be seen in this trial."""
+        return (_RETRIAL_DRAFTS if self.is_known else _TRIAL_DRAFTS) - survival.evidence
+
+    @property
+    def length(self) -> int:
+        """Draft tokens of a row at most."""
+        return _RETRIAL_LENGTH if self.is_known else TRIAL_LENGTH
 
     def is_near(self, step: int) -> bool:
         """Whether it is due, or will be at once."""

@@ -89,6 +89,17 @@ def test_a_trial_leaves_out_rows_that_cannot_be_drafted_for() -> None:
     assert trial_of(make(0.2, 4), replace(rows, kinds={"draft_model": [0] * 4})) == []
 
 
+def test_a_method_that_was_tried_is_tried_again_on_no_more_rows_than_it_takes() -> None:
+    controller = make(0.1, 16)
+    assert sorted(trial_of(controller, view(16))) == [0] * 4 + [4] * 12
+    for row in range(12):
+        controller.observe("draft_model", row, 1, 4, 4, 0)
+    assert trial_of(controller, view(16)) == []
+    while not (again := trial_of(controller, view(16))):
+        controller.record_plain(bucket_of(16, 100), 16, 0.01)
+    assert sorted(again) == [0] * 10 + [3] * 6
+
+
 def test_a_trial_that_is_too_dear_waits_until_it_can_be_paid_for() -> None:
     controller = make(2.0, 1)
     assert controller.wants_model()

@@ -84,16 +84,16 @@ def pack_linears(model: Any) -> int:
 
 @torch.inference_mode()
 def prepare_linears(model: Any, slots: int, seconds: float = _PREPARING) -> int:
-    """Run packed layers of each shape over 1, 2, ... tokens, up to short drafts for all slots or as
+    """Run linear layers of each kind and shape over 1, 2, ... tokens, up to short drafts for all slots or as
     far as time allows; how many came up.
 
     oneDNN compiles a kernel for a number of tokens when it first comes up, which for all layers of
     a small model takes a third of a decode step: first drafts would seem dearer than drafts are.
     """
     layers = {
-        (one.in_features, one.out_features, one.bias is None): one
+        (type(one), one.in_features, one.out_features, one.bias is None): one
         for one in model.modules()
-        if isinstance(one, PackedLinear)
+        if isinstance(one, PackedLinear) or (type(one) is nn.Linear and one.weight.is_cpu)
     }
     until = time.perf_counter() + seconds
     most = _PREPARED * slots if layers else 0

@@ -86,14 +86,14 @@ def make_workload(name: str, rows: int, settings: AutoSettings, models: Models) 
         size = models.target.config.get_text_config().vocab_size
         dice = random.Random(0)
         prompts = [[dice.randrange(size) for _ in range(_RANDOM_TOKENS)] for _ in range(rows)]
-        return Workload([""] * rows, prompts, length, ignore_end=True, temperature=1.0)
+        return _made_up(prompts, length, temperature=1.0)
     if name == COPY:
         passages = [
             models.tokenizer(text, add_special_tokens=False)["input_ids"][:_COPY_TOKENS]
             for text in read_prompts(settings.prompts, None, rows)
         ]
         prompts = [ids * 3 + ids[: len(ids) // 3] for ids in passages]
-        return Workload([""] * len(prompts), prompts, length, ignore_end=True)
+        return _made_up(prompts, length)
     return load_workload(
         settings.prompts,
         models.tokenizer,
@@ -102,6 +102,14 @@ def make_workload(name: str, rows: int, settings: AutoSettings, models: Models) 
         max_new_tokens=length,
         chat=settings.chat,
     )
+
+
+def _made_up(prompts: list[list[int]], length: int, temperature: float = 0.0) -> Workload:
+    """Rows that end after half of `length` tokens to all of it."""
+    dice = random.Random(1)
+    lengths = [dice.randint(-(-length // 2), length) for _ in prompts]
+    texts = [""] * len(prompts)
+    return Workload(texts, prompts, length, True, temperature, lengths)
 
 
 def _case(

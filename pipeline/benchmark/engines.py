@@ -151,7 +151,7 @@ class EngineContender:
         sampling = replace(
             params(workload.max_new_tokens, workload.ignore_end), temperature=workload.temperature
         )
-        add_rows(engine, workload.prompts, sampling)
+        add_rows(engine, workload.prompts, sampling, workload.lengths)
         return Progress(engine, drafts=self.setup.method != "plain")
 
 
@@ -223,11 +223,16 @@ def params(max_new_tokens: int, ignore_end: bool) -> SamplingParams:
 
 
 def add_rows(
-    engine: RecordingEngine, prompts: Sequence[Sequence[int]], sampling: SamplingParams
+    engine: RecordingEngine,
+    prompts: Sequence[Sequence[int]],
+    sampling: SamplingParams,
+    lengths: Sequence[int] | None = None,
 ) -> None:
-    """Queue the prompts, as rows `0`, `1`, ..."""
-    for index, prompt in enumerate(prompts):
-        engine.add_request(GenerationRequest(str(index), prompt, sampling))
+    """Queue the prompts, as rows `0`, `1`, ...; `lengths`: of each, in place of the sampling's."""
+    each = lengths or [sampling.max_new_tokens] * len(prompts)
+    for index, (prompt, length) in enumerate(zip(prompts, each, strict=True)):
+        own = replace(sampling, max_new_tokens=length)
+        engine.add_request(GenerationRequest(str(index), prompt, own))
 
 
 def finish(engine: RecordingEngine) -> None:

@@ -28,6 +28,8 @@ class Workload:
 
     `texts`: the prompts as text, without chat markup. `prompts`: their token ids with it.
     `ignore_end`: go on to `max_new_tokens` whatever the model says. `temperature`: 0 is greedy.
+    `lengths`: of each row instead of `max_new_tokens`, for our own engines. Rows that all begin and
+    end at once are what plain decoding does best and no corpus offers.
     """
 
     texts: Sequence[str]
@@ -35,6 +37,7 @@ class Workload:
     max_new_tokens: int
     ignore_end: bool = False
     temperature: float = 0.0
+    lengths: Sequence[int] | None = None
     _rounding: int = field(default=64, repr=False)
 
     @property

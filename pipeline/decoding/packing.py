@@ -84,8 +84,8 @@ def pack_linears(model: Any) -> int:
 
 @torch.inference_mode()
 def prepare_linears(model: Any, slots: int, seconds: float = _PREPARING) -> int:
-    """Run linear layers of each kind and shape over 1, 2, ... tokens, up to short drafts for all slots or as
-    far as time allows; how many came up.
+    """Run linear layers of each kind and shape over 1, 2, ... tokens, up to short drafts for all
+    slots or as far as time allows; how many came up.
 
     oneDNN compiles a kernel for a number of tokens when it first comes up, which for all layers of
     a small model takes a third of a decode step: first drafts would seem dearer than drafts are.

@@ -82,7 +82,7 @@ class DraftLengthController:
     def plan(self, rows: RowsView) -> Plan:
         """What to draft for these rows in the coming step."""
         plain = self.plain_costs.seconds(rows.bucket, len(rows))
-        if plain is None:
+        if plain is None or not self.plain_costs.knows(rows.bucket):
             return Plan({})
         self.ledger.credit = max(self.ledger.credit, _CREDIT_STEPS * plain)
         free = self._is_on(self._free_off, self.ledger.free_balance)

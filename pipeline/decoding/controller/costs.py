@@ -8,6 +8,7 @@ from pipeline.decoding.control import Bucket, class_of
 from pipeline.decoding.controller.lengths import StepCost
 from pipeline.steptable import STEP_BASE, distance
 
+_LEAST_PLAIN = 2  # steps before drafts are held against them
 _PLAIN_FADE = 1 - 1 / 16  # of old steps: the machine's load changes
 _FADE = 1 - 1 / 64
 _AGE = 1 - 1 / 512  # of what verifying cost, at every step: in the end it is tried again
@@ -47,6 +48,12 @@ class PlainCosts:
 
     def record(self, bucket: Bucket, rows: int, seconds: float) -> None:
         self._buckets.setdefault(bucket, Ratio(_PLAIN_FADE)).add(seconds, rows + STEP_BASE)
+
+    def knows(self, bucket: Bucket) -> bool:
+        """Whether enough steps of this occupancy were seen; what others cost says too little to
+        hold drafts against, and the very first step may have been slow."""
+        seen = (one.count for b, one in self._buckets.items() if b.occupancy == bucket.occupancy)
+        return sum(seen) >= _LEAST_PLAIN
 
     def seconds(self, bucket: Bucket, rows: int) -> float | None:
         """Of a step of `rows` rows; from the nearest bucket that was seen, None before any."""

@@ -50,6 +50,16 @@ def test_what_drafts_cost_is_forgotten_as_steps_go_by() -> None:
     assert later.token == pytest.approx(guess, rel=0.1)
 
 
+def test_nothing_is_drafted_before_steps_of_as_many_rows_were_seen() -> None:
+    """From one row to sixteen is far: such a guess once made plain steps three times as dear."""
+    controller = make(0.2, 1)
+    assert trial_of(controller, view(1)) and not trial_of(controller, view(16))
+    for _ in range(2):
+        assert trial_of(controller, view(16)) == []
+        controller.record_plain(bucket_of(16, 100), 16, 0.02)
+    assert trial_of(controller, view(16))
+
+
 def view(rows: int, lag: int = 0) -> RowsView:
     slots = list(range(rows))
     every = [1] * rows

@@ -1,5 +1,6 @@
 """The contender `draftmill`: the batched engine with a method, slots and a draft length."""
 
+import random
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -25,6 +26,7 @@ from pipeline.stats import RunTotals
 _WARM_UP_TOKENS = 4
 _DRAFT_CONFIDENCE = 0.4  # as in transformers
 _TURN_SECONDS = 0.25  # of a contender: short beside the machine's moods, long beside a step
+_TURN_SPREAD = 0.5  # of that, up or down at random: the machine may have a beat of its own
 
 
 @dataclass(frozen=True)
@@ -195,8 +197,10 @@ def run_together(contenders: Sequence[EngineContender], workload: Workload) -> l
         EngineError: if a row fails.
     """
     all_ = [contender.begin(workload) for contender in contenders]
+    dice = random.Random(0)
     while running := [one for one in all_ if one.engine.num_unfinished]:
-        min(running, key=lambda one: one.num_computed).take_turn(_TURN_SECONDS)
+        seconds = _TURN_SECONDS * dice.uniform(1 - _TURN_SPREAD, 1 + _TURN_SPREAD)
+        min(running, key=lambda one: one.num_computed).take_turn(seconds)
     return [one.result() for one in all_]
 
 

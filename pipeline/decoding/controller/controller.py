@@ -34,6 +34,7 @@ from pipeline.steptable import STEP_BASE
 
 MARGIN = 0.03  # by which drafts must be expected to win before they start
 _TRIAL_ROWS = (12, 8, 4, 2, 1)  # the most that can be paid for: passes over more cost little more
+_UNSEEN_ENTRIES = 2  # rows that catch up at first, when it is unknown what that costs
 _CREDIT_STEPS = 3.0  # plain steps that may be lost at the start
 _PRIOR = 0.65  # of a draft token by a model
 # Of one by lookup, by the class of its match: a long one is a copy that goes on.
@@ -204,6 +205,8 @@ class DraftLengthController:
             order = sorted(range(len(rows)), key=lambda i: (lags[i], -rows.remaining[i]))
             able = [i for i in order if rows.limits[i] > 0 and kinds[i]]
             most = min(len(able), trial.wanted(survival))
+            if any(lags) and not self._draft_costs[method].knows_entry:
+                most = min(most, _UNSEEN_ENTRIES)
             for count in sorted({min(n, most) for n in _TRIAL_ROWS if most}, reverse=True):
                 lengths = [0] * len(rows)
                 for i in able[:count]:

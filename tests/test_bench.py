@@ -294,6 +294,7 @@ def test_auto_beside_fixed_choices(tiny_model_dir: Path, prompts: Path, tmp_path
         rates, runs = case["tokens_per_second"], case["runs"]
         assert set(case["screened"]) == {"plain", "prompt_lookup:2"}
         assert case["best"] in case["screened"]
+        assert case["rows"] == 6 * case["slots"], "prompts again where there are too few"
         assert {key: len(each) for key, each in runs.items()} == {"auto": 2, "best": 2, "plain": 2}
         counts = {one["tokens"] for each in runs.values() for one in each}
         assert len(counts) == 1  # drafts never change a row

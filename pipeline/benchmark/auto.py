@@ -10,9 +10,10 @@ import logging
 import random
 import statistics
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import cycle, islice
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from pipeline.auditing import ratio_interval
 from pipeline.benchmark.engines import EngineContender, EngineSetup, run_together
@@ -26,6 +27,7 @@ from pipeline.sections import Method
 logger = logging.getLogger(__name__)
 
 RANDOM, COPY = "random", "copy"
+_Item = TypeVar("_Item")
 _Choice = tuple[Method, int]  # and its draft length
 _PLAIN: _Choice = ("plain", 0)
 _RANDOM_TOKENS = 128
@@ -90,11 +92,11 @@ def make_workload(name: str, rows: int, settings: AutoSettings, models: Models) 
     if name == COPY:
         passages = [
             models.tokenizer(text, add_special_tokens=False)["input_ids"][:_COPY_TOKENS]
-            for text in read_prompts(settings.prompts, None, rows)
+            for text in _times(read_prompts(settings.prompts, None, rows), rows)
         ]
         prompts = [ids * 3 + ids[: len(ids) // 3] for ids in passages]
         return _made_up(prompts, length)
-    return load_workload(
+    found = load_workload(
         settings.prompts,
         models.tokenizer,
         task=name,
@@ -102,6 +104,12 @@ def make_workload(name: str, rows: int, settings: AutoSettings, models: Models) 
         max_new_tokens=length,
         chat=settings.chat,
     )
+    return replace(found, texts=_times(found.texts, rows), prompts=_times(found.prompts, rows))
+
+
+def _times(items: Sequence[_Item], count: int) -> list[_Item]:
+    """So many, over and over where there are fewer: no row knows of another."""
+    return list(islice(cycle(items), count))
 
 
 def _made_up(prompts: list[list[int]], length: int, temperature: float = 0.0) -> Workload:

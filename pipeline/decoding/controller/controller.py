@@ -34,7 +34,6 @@ from pipeline.steptable import STEP_BASE
 
 MARGIN = 0.03  # by which drafts must be expected to win before they start
 _TRIAL_ROWS = (12, 8, 4, 2, 1)  # the most that can be paid for: passes over more cost little more
-_UNSEEN_ENTRIES = 2  # rows that catch up at first, when it is unknown what that costs
 _CREDIT_STEPS = 3.0  # plain steps that may be lost at the start
 _PRIOR = 0.65  # of a draft token by a model
 # Of one by lookup, by the class of its match: a long one is a copy that goes on.
@@ -123,7 +122,7 @@ class DraftLengthController:
         trial = self._trials.get(method)
         if trial is None:
             return True
-        return trial.is_known and self._unwanted[method].is_over(self._step)
+        return trial.tells(self.survival[method]) and self._unwanted[method].is_over(self._step)
 
     def needs_lags(self, method: Method) -> bool:
         """Whether the coming decision may be about this method with a model."""
@@ -205,8 +204,6 @@ class DraftLengthController:
             order = sorted(range(len(rows)), key=lambda i: (lags[i], -rows.remaining[i]))
             able = [i for i in order if rows.limits[i] > 0 and kinds[i]]
             most = min(len(able), trial.wanted(survival))
-            if any(lags) and not self._draft_costs[method].knows_entry:
-                most = min(most, _UNSEEN_ENTRIES)
             for count in sorted({min(n, most) for n in _TRIAL_ROWS if most}, reverse=True):
                 lengths = [0] * len(rows)
                 for i in able[:count]:

@@ -159,11 +159,6 @@ class DraftCosts:
         """Whether passes over about as many rows were seen."""
         return class_of(rows) in self._lines
 
-    @property
-    def knows_entry(self) -> bool:
-        """Whether rows were seen to catch up."""
-        return self._entry.count > 0
-
     def record_entry(self, tokens: int, seconds: float) -> None:
         """Catching up by so many tokens of rows that were far behind."""
         if tokens:

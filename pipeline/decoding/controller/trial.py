@@ -5,6 +5,7 @@ from pipeline.decoding.controller.survival import Survival
 
 _TRIAL_DRAFTS = 12  # of a model, before it is judged
 TRIAL_LENGTH = 4  # tokens of these
+_PROMISING_DRAFTS = 4
 _RETRIAL_DRAFTS = (
     6  # of one that was judged before: most such trials are in vain, and must be cheap
 )
@@ -32,6 +33,11 @@ class Trial:
         self.rest(step, succeeded=False)
         return False
 
+    def tells(self, survival: Survival) -> bool:
+        """Whether enough was seen to use the method if that looks good, though not to give it up:
+        the rest of a trial may have to wait until it can be paid for."""
+        return self.is_known or survival.evidence >= _PROMISING_DRAFTS
+
     def wanted(self, survival: Survival) -> int:
         """Drafts that are yet to be seen in this trial."""
         return (_RETRIAL_DRAFTS if self.is_known else _TRIAL_DRAFTS) - survival.evidence
@@ -48,6 +54,7 @@ class Trial:
     def rest(self, step: int, *, succeeded: bool) -> None:
         """The method was tried to the end, or is in use."""
         if succeeded:
+            self.is_known = True
             self._cooldown.reset()
         self._is_running = False
         self._cooldown.start(step)

@@ -22,6 +22,7 @@ from actors.engine_thread import EngineThread
 from actors.metrics import RowMetrics
 from pipeline import logs
 from pipeline.decoding.engine import Engine
+from pipeline.decoding.loading import settle_heap
 from pipeline.documents import DocumentRenderer
 from pipeline.errors import RowError
 from pipeline.records import (
@@ -84,6 +85,7 @@ class GenerationActor:
         self._gate = _Gate()
         attempts.call_now("actor_started")
         self._thread = EngineThread(engine_factory())
+        settle_heap()
 
     async def __call__(self, rows: pa.Table) -> pa.Table:
         """Generate and commit one batch: a table of `MARKERS`.

@@ -14,7 +14,7 @@ from pipeline.config import RunConfig
 from pipeline.decoding.checkpoint import materialize, resolve
 from pipeline.decoding.choosing import params_of
 from pipeline.decoding.engine import ServingEngine
-from pipeline.decoding.loading import load_tokenizer
+from pipeline.decoding.loading import load_tokenizer, settle_heap
 from pipeline.records import Completion, GenerationRequest
 
 logger = logging.getLogger(__name__)
@@ -39,6 +39,7 @@ class Replica:
         engine = make_engine()
         if not hasattr(engine, "partial_text"):
             raise RuntimeError("this model needs the engine of transformers, which cannot serve")
+        settle_heap()
         self._feeder = Feeder(engine, params_of(config.decoding, config.faults.row_timeout_s))
 
     def check_health(self) -> None:

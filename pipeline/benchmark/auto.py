@@ -21,6 +21,7 @@ from pipeline.benchmark.machine import describe_machine
 from pipeline.benchmark.models import Models
 from pipeline.benchmark.runs import Run, median
 from pipeline.benchmark.workload import Workload, load_workload, read_prompts
+from pipeline.decoding.loading import settle_heap
 from pipeline.errors import ConfigError
 from pipeline.sections import Method
 
@@ -76,6 +77,7 @@ def measure_auto(settings: AutoSettings, save: Callable[[dict[str, Any]], None])
         for slots in settings.slots:
             rows = max(settings.least_rows, settings.rows_per_slot * slots)
             workload = make_workload(name, rows, settings, models)
+            settle_heap()
             results["cases"].append(_case(name, slots, workload, settings, models))
             save(results)
     return results

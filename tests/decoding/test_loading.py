@@ -1,3 +1,4 @@
+import gc
 import json
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from pipeline.decoding.loading import (
     resolve_device,
     resolve_dtype,
     set_threads,
+    settle_heap,
 )
 from pipeline.errors import ConfigError
 
@@ -120,3 +122,14 @@ def test_dtypes_are_those_of_the_config() -> None:
     from pipeline.decoding.checkpoint import ITEMSIZE
 
     assert set(loading.DTYPES) == set(ITEMSIZE)
+
+
+def test_the_collector_leaves_models_alone() -> None:
+    before = gc.get_freeze_count()
+    kept = [[i] for i in range(1000)]
+    try:
+        settle_heap()
+        assert gc.get_freeze_count() >= before + len(kept)
+        assert not any(one is kept for one in gc.get_objects())
+    finally:
+        gc.unfreeze()

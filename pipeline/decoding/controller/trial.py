@@ -5,11 +5,9 @@ from pipeline.decoding.controller.survival import Survival
 
 _TRIAL_DRAFTS = 12  # of a model, before it is judged
 TRIAL_LENGTH = 4  # tokens of these
-_PROMISING_DRAFTS = 4
-_RETRIAL_DRAFTS = (
-    6  # of one that was judged before: most such trials are in vain, and must be cheap
-)
-_RETRIAL_LENGTH = 3
+_PROMISING_DRAFTS = 4  # of these, before it is used if they look good
+_RETRIAL_DRAFTS = 6  # of one that was judged before: most such trials are in vain,
+_RETRIAL_LENGTH = 3  # and must be cheap
 
 
 class Trial:

@@ -2,7 +2,7 @@
 
 import random
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from pipeline.config import Method
 from pipeline.decoding.control import ControlClock, bucket_of
@@ -15,15 +15,13 @@ PLACES = 10
 @dataclass(frozen=True)
 class Machine:
     """Seconds, as on two cores with a model of 135M: `base + row * rows` for a plain step, `token`
-    for each draft token, `prefill` for each token of a prompt. `noise`: of a step, relative.
-    `mood`: by what it is slower after so many steps, as others use it too."""
+    for each draft token, `prefill` for each token of a prompt. `noise`: of a step, relative."""
 
     base: float = 0.035
     row: float = 0.0047
     token: float = 0.0018
     prefill: float = 0.0009
     noise: float = 0.04
-    mood: Callable[[int], float] = lambda _: 1.0
 
     def plain(self, rows: int) -> float:
         return self.base + self.row * rows
@@ -92,10 +90,6 @@ def simulate(
         else:
             plan = controller.plan(view)
         outcome, seconds, extra = _step(machine, methods, plan, view, lags, result.tokens, dice)
-        mood = machine.mood(len(result.lengths))
-        seconds, extra = seconds * mood, extra * mood
-        spent = {method: one * mood for method, one in outcome.draft_seconds.items()}
-        outcome = replace(outcome, draft_seconds=spent)
         controller.record(bucket, outcome, seconds, extra)
         gained = count + sum(outcome.accepted)
         if any(outcome.drafted):
@@ -114,7 +108,7 @@ def simulate(
                     controller.observe(free, slot, 1, PLACES, PLACES, right)
         result.tokens += gained
         result.seconds += seconds + extra
-        result.plain_seconds += mood * machine.plain(count) * gained / count
+        result.plain_seconds += machine.plain(count) * gained / count
         ledger = controller.ledger
         result.lowest = min(result.lowest, ledger.balance, ledger.free_balance)
         result.lengths.append(sum(outcome.drafted) / count)

@@ -190,7 +190,8 @@ class DraftLengthController:
         )
 
     def _is_wanted(self, trial: Trial) -> bool:
-        return trial.is_near(self._step) and self.ledger.allows(self._trial_price)
+        is_open = self._paid_off.is_over(self._step)
+        return is_open and trial.is_near(self._step) and self.ledger.allows(self._trial_price)
 
     def _trial(self, rows: RowsView, cost: StepCost, allowed: Sequence[Method]) -> Plan | None:
         """A step that tries a method on as many rows as can be paid for, if one is due."""

@@ -18,6 +18,7 @@ _LEAST = 0.02  # of a row's share of a plain step: no draft token is free
 _PRIOR_STEPS = 2.0  # weight of that guess
 _PRIOR_FIRST = 8.0  # weight of the guess that drafts as such cost nothing
 _PRIOR_PASSES = 1.0  # weight of the guess of a drafter's passes
+_LEAST_ENTRY = 0.5  # of the target's prefill, for each token to catch up by, before any was seen
 
 
 @dataclass
@@ -179,5 +180,11 @@ class DraftCosts:
         return plain * first * fixed, plain * one * fixed
 
     def per_entry_token(self, prefill_token: float) -> float:
-        """Seconds for each token to catch up by; `prefill_token`: of the target's prefill."""
-        return self._entry.value if self._entry.count else prefill_token * self.of_draft(1.0, 1)[1]
+        """Seconds for each token to catch up by; `prefill_token`: of the target's prefill.
+
+        Before any was seen at least half of that, however small the model: whole prompts are caught
+        up with at once, and a guess too low is paid for with the first trial.
+        """
+        if self._entry.count:
+            return self._entry.value
+        return prefill_token * max(_LEAST_ENTRY, self.of_draft(1.0, 1)[1])

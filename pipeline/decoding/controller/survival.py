@@ -60,6 +60,7 @@ class Survival:
         self._rows: defaultdict[int, _RowRate] = defaultdict(_RowRate)
         self._cached: dict[int, tuple[list[float], list[float]]] = {}  # of `_of_class`
         self.evidence = 0  # drafts seen since the last trial began
+        self.has_stood = False  # any token of these
 
     def record(self, slot: int, kind: int, asked: int, drafted: int, accepted: int) -> None:
         """A draft was verified: at most `asked` tokens, `drafted` of which came, and `accepted`
@@ -67,6 +68,7 @@ class Survival:
         if not asked:
             return
         self.evidence += 1
+        self.has_stood |= accepted > 0
         conditional, _ = self._of_class(kind)
         row, places = self._rows[slot], self._classes[kind]
         for place in range(min(asked, drafted + 1)):
@@ -124,7 +126,7 @@ class Survival:
 
     def start_trial(self) -> None:
         """From now on new drafts count more than what was seen before."""
-        self.evidence = 0
+        self.evidence, self.has_stood = 0, False
         for places in self._classes.values():
             for place in places:
                 place.fade(0.25)

@@ -5,9 +5,10 @@ from pipeline.decoding.controller.survival import Survival
 
 _TRIAL_DRAFTS = 12  # of a model, before it is judged
 TRIAL_LENGTH = 4  # tokens of these
-_PROMISING_DRAFTS = 4  # of these, before it is used if they look good
+_FIRST_DRAFTS = 4  # of these: then it is used if they look good, and given up if no token stood
 _RETRIAL_DRAFTS = 6  # of one that was judged before: most such trials are in vain,
 _RETRIAL_LENGTH = 3  # and must be cheap
+_FIRST_RETRIAL_DRAFTS = 3
 
 
 class Trial:
@@ -34,11 +35,17 @@ class Trial:
     def tells(self, survival: Survival) -> bool:
         """Whether enough was seen to use the method if that looks good, though not to give it up:
         the rest of a trial may have to wait until it can be paid for."""
-        return self.is_known or survival.evidence >= _PROMISING_DRAFTS
+        return self.is_known or survival.evidence >= _FIRST_DRAFTS
 
     def wanted(self, survival: Survival) -> int:
-        """Drafts that are yet to be seen in this trial."""
-        return (_RETRIAL_DRAFTS if self.is_known else _TRIAL_DRAFTS) - survival.evidence
+        """Drafts that are yet to be seen in this trial: a few, and the rest if any token stood."""
+        known = self.is_known
+        first = (_FIRST_RETRIAL_DRAFTS if known else _FIRST_DRAFTS) - survival.evidence
+        if first > 0:
+            return first
+        if not survival.has_stood:
+            return 0
+        return (_RETRIAL_DRAFTS if known else _TRIAL_DRAFTS) - survival.evidence
 
     @property
     def length(self) -> int:

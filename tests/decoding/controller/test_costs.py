@@ -87,9 +87,21 @@ def make(size: float, rows: int) -> DraftLengthController:
 
 def test_a_trial_takes_as_many_rows_as_can_be_paid_for() -> None:
     small = trial_of(make(0.2, 16), view(16))
-    assert sorted(small) == [0] * 4 + [4] * 12
-    behind = trial_of(make(0.2, 16), view(16, lag=20))
-    assert 0 < sum(map(bool, behind)) < 12, "catching up costs too"
+    assert sorted(small) == [0] * 12 + [4] * 4
+    behind = trial_of(make(0.2, 16), view(16, lag=30))
+    assert 0 < sum(map(bool, behind)) < 4, "catching up costs too"
+
+
+def test_a_trial_goes_on_if_any_token_stood() -> None:
+    def drafts(stood: int) -> list[int]:
+        controller = make(0.2, 16)
+        assert len(trial_of(controller, view(16))) == 16
+        for row in range(4):
+            controller.observe("draft_model", row, 1, 4, 4, stood if row == 3 else 0)
+        return sorted(trial_of(controller, view(16)))
+
+    assert drafts(0) == []
+    assert drafts(1) == [0] * 8 + [4] * 8
 
 
 def test_a_trial_leaves_out_rows_that_cannot_be_drafted_for() -> None:
@@ -101,13 +113,16 @@ def test_a_trial_leaves_out_rows_that_cannot_be_drafted_for() -> None:
 
 def test_a_method_that_was_tried_is_tried_again_on_no_more_rows_than_it_takes() -> None:
     controller = make(0.1, 16)
-    assert sorted(trial_of(controller, view(16))) == [0] * 4 + [4] * 12
-    for row in range(12):
+    assert sorted(trial_of(controller, view(16))) == [0] * 12 + [4] * 4
+    for row in range(4):
         controller.observe("draft_model", row, 1, 4, 4, 0)
     assert trial_of(controller, view(16)) == []
     while not (again := trial_of(controller, view(16))):
         controller.record_plain(bucket_of(16, 100), 16, 0.01)
-    assert sorted(again) == [0] * 10 + [3] * 6
+    assert sorted(again) == [0] * 13 + [3] * 3
+    for row in range(3):
+        controller.observe("draft_model", row, 1, 3, 3, row)
+    assert sorted(trial_of(controller, view(16))) == [0] * 13 + [3] * 3, "one looked good"
 
 
 def test_what_looks_good_is_used_before_the_rest_of_its_trial_can_be_paid_for() -> None:
@@ -130,6 +145,28 @@ def test_a_trial_that_is_too_dear_waits_until_it_can_be_paid_for() -> None:
     for _ in range(1000):
         controller.record_plain(bucket_of(1, 100), 1, 0.01)
     assert controller.wants_model() and trial_of(controller, view(1)) == [4]
+
+
+def test_nothing_is_kept_ready_during_the_pause_after_losses() -> None:
+    controller = make(0.2, 1)
+    assert controller.may_use("draft_model")
+    controller.ledger.record(0.0, 1.0, is_free=False)
+    assert trial_of(controller, view(1)) == []
+    controller.ledger.credit = 1e9
+    pause = 0
+    while not controller.may_use("draft_model"):
+        assert trial_of(controller, view(1)) == [] and not controller.wants_model()
+        controller.record_plain(bucket_of(1, 100), 1, 0.01)
+        pause += 1
+    assert pause == 32 and trial_of(controller, view(1)) == [4]
+
+
+def test_a_small_model_is_not_expected_to_catch_up_at_once() -> None:
+    costs = DraftCosts(0.15)
+    assert costs.per_entry_token(0.001) == pytest.approx(0.0005)
+    assert DraftCosts(0.8).per_entry_token(0.001) == pytest.approx(0.0008)
+    costs.record_entry(100, 0.01)
+    assert costs.per_entry_token(0.001) == pytest.approx(0.0001), "once seen it is known"
 
 
 def test_what_a_model_loses_does_not_end_drafts_that_need_none() -> None:

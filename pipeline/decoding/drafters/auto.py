@@ -14,7 +14,7 @@ from pipeline.decoding.runner import ModelRunner
 from pipeline.decoding.steps import Step
 
 _LOOKUP: Method = "prompt_lookup"
-_SEARCH_SHARE = 0.006  # of the time, for looking whether drafts would pay while there are none
+_SEARCH_SHARE = 0.004  # of the time, for looking whether drafts would pay while there are none
 _SAVED_SHARE = 0.1  # of what drafts saved, for the same: they come and go
 
 

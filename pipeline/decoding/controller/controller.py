@@ -33,7 +33,7 @@ from pipeline.decoding.controller.views import Outcome, Plan, RowsView
 from pipeline.steptable import STEP_BASE
 
 MARGIN = 0.03  # by which drafts must be expected to win before they start
-_TRIAL_ROWS = (12, 8, 4, 2, 1)  # the most that can be paid for: passes over more cost little more
+_TRIAL_ROWS = (8, 4, 2, 1)  # the most that can be paid for: passes over more cost little more
 _CREDIT_STEPS = 3.0  # plain steps that may be lost at the start
 _PRIOR = 0.65  # of a draft token by a model
 # Of one by lookup, by the class of its match: a long one is a copy that goes on.

@@ -3,12 +3,12 @@
 from pipeline.decoding.controller.ledger import Cooldown
 from pipeline.decoding.controller.survival import Survival
 
-_TRIAL_DRAFTS = 12  # of a model, before it is judged
+# Drafts of a model before it is judged: at first, when it is used if they look good and given up if
+# no token stood, and in all.
+_TRIAL_DRAFTS = 4, 12
 TRIAL_LENGTH = 4  # tokens of these
-_FIRST_DRAFTS = 4  # of these: then it is used if they look good, and given up if no token stood
-_RETRIAL_DRAFTS = 6  # of one that was judged before: most such trials are in vain,
+_RETRIAL_DRAFTS = 3, 6  # of one that was judged before: most such trials are in vain,
 _RETRIAL_LENGTH = 3  # and must be cheap
-_FIRST_RETRIAL_DRAFTS = 3
 
 
 class Trial:
@@ -35,17 +35,15 @@ class Trial:
     def tells(self, survival: Survival) -> bool:
         """Whether enough was seen to use the method if that looks good, though not to give it up:
         the rest of a trial may have to wait until it can be paid for."""
-        return self.is_known or survival.evidence >= _FIRST_DRAFTS
+        return self.is_known or survival.evidence >= _TRIAL_DRAFTS[0]
 
     def wanted(self, survival: Survival) -> int:
         """Drafts that are yet to be seen in this trial: a few, and the rest if any token stood."""
-        known = self.is_known
-        first = (_FIRST_RETRIAL_DRAFTS if known else _FIRST_DRAFTS) - survival.evidence
-        if first > 0:
-            return first
-        if not survival.has_stood:
-            return 0
-        return (_RETRIAL_DRAFTS if known else _TRIAL_DRAFTS) - survival.evidence
+        first, enough = _RETRIAL_DRAFTS if self.is_known else _TRIAL_DRAFTS
+        seen = survival.evidence
+        if seen < first:
+            return first - seen
+        return enough - seen if survival.has_stood else 0
 
     @property
     def length(self) -> int:

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from pipeline.cli import errors_to_exit_codes
+from pipeline.cli import errors_to_exit_codes, run_to_exit
 from pipeline.errors import ConfigError
 from pipeline.status import clean_output, describe, read_status, verify_output
 
@@ -51,4 +51,4 @@ def _parse_options(text: str) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    app()
+    run_to_exit(app)

@@ -5,7 +5,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, cast, get_args
+from typing import Annotated, NoReturn, cast, get_args
 
 import typer
 
@@ -170,6 +170,21 @@ def errors_to_exit_codes() -> Iterator[None]:
         raise SystemExit(error.exit_code) from None
     except KeyboardInterrupt:
         raise SystemExit(130) from None
+
+
+def run_to_exit(app: typer.Typer) -> NoReturn:
+    """Run a command that leaves nothing behind, and end the process with its exit code.
+
+    Without the interpreter's own clean-up: a thread of Arrow that lets go of a Python file handle
+    meanwhile aborts the process, and the exit code would be lost.
+    """
+    try:
+        app()
+    except SystemExit as end:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(end.code if isinstance(end.code, int) else int(bool(end.code)))
+    raise AssertionError("typer ends every command by SystemExit")
 
 
 def quiet_libraries() -> None:
